@@ -65,7 +65,7 @@ def _arithmetic(config: FlowGRPOConfig) -> tuple[dict[str, Any], Inputs]:
     heldout, seeds = len(inputs.heldout), len(evaluation.seeds)
     images = rollout.prompts_per_iteration * rollout.group_size
     rounds = config.dynamic.max_rounds if config.dynamic.enabled else 1
-    references, replay = _reference_images(config, inputs, rounds), config.self_imitation
+    (references, stored), replay = _reference_images(config, inputs, rounds), config.self_imitation
     pairs = round(images * _image_passes(config).trained)
     pairs_per_update = pairs / optimizer.updates_per_iteration
     updates = config.objective.epochs * optimizer.updates_per_iteration
@@ -84,6 +84,7 @@ def _arithmetic(config: FlowGRPOConfig) -> tuple[dict[str, Any], Inputs]:
             "iterations": iterations,
             "images": images * rounds * iterations,
             **({"reference_images": references} if references else {}),
+            **({"reference_images_stored_at_most": stored} if stored else {}),
             "updates": updates * iterations,
         },
         "cost": {
@@ -105,21 +106,25 @@ def _arithmetic(config: FlowGRPOConfig) -> tuple[dict[str, Any], Inputs]:
     return groups, inputs
 
 
-def _reference_images(config: FlowGRPOConfig, inputs: Inputs, rounds: int) -> int:
-    """Count the images that a run draws as references; of PAR the most, once for each prompt that it visits."""
+def _reference_images(config: FlowGRPOConfig, inputs: Inputs, rounds: int) -> tuple[int, int]:
+    """Count the images that a run draws as references, and the most that it stores at a time.
+
+    PAR draws them at most once for each prompt that it visits, and stores their rewards alone.
+    """
     visited = min(len(inputs.records), config.rollout.prompts_per_iteration * config.run.iterations)
     start = 0
     if config.objective.is_policy_gradient and (row := config.objective.build(length=1)).advantage == "par":
         start = visited * row.advantage_options.get("references", 1)
     if inputs.references is None:
-        return start
+        return start, 0
     size = config.rollout.prompts_per_iteration, config.rollout.group_size
     order = {"strata": inputs.strata, "cycle": config.data.cycle}
     sampler = PromptSampler(len(inputs.records), *size, config.seed, **order)
     prompts = [str(record["prompt"]) for record in inputs.records]
     batches = (sampler.batch(number).prompt_index.tolist() for number in range(config.run.iterations * rounds))
     drawn = ((n // rounds, [prompts[i] for i in batch]) for n, batch in enumerate(batches))
-    return start + inputs.references.planned(drawn)
+    count, stored = inputs.references.planned(drawn)
+    return start + count, stored
 
 
 def planned_cost(
@@ -300,6 +305,9 @@ def _footprint(config: FlowGRPOConfig, inputs: Inputs, groups: Mapping[str, Any]
             f"({str(error).splitlines()[0]}). `visalign train CONFIG --dry-run` loads it and times passes."
         ) from error
     memory, network, offloaded = _memory(config, policy, images / world, passes)
+    details = {"in_CPU_memory": offloaded} if offloaded else {}
+    if stored := batch.get("reference_images_stored_at_most"):  # uint8, in each process
+        details["reference_images_in_CPU_memory_and_a_checkpoint"] = stored * _image_numbers(policy) / GB
     cost, trained = groups["cost"]["forward_equivalents_per_image"], _image_passes(config).trained
     trained_images = batch["images_per_iteration"] * batch["iterations"]
     recomputed = trained * trained_images * config.objective.epochs * any(p.largest_block for p in passes)
@@ -327,7 +335,7 @@ def _footprint(config: FlowGRPOConfig, inputs: Inputs, groups: Mapping[str, Any]
             sharding=config.run.sharding,
             not_counted=NOT_COUNTED,
             spare=memory["activations_of_a_micro_batch"],
-            details={"in_CPU_memory": offloaded} if offloaded else None,
+            details=details,
             peak_share=COMPILED_SHARE if config.model.compile is not False and size >= COMPILED_FROM else PEAK_SHARE,
         ),
     }
@@ -359,6 +367,14 @@ def _hollow_passes(config: FlowGRPOConfig, record: Any, pairs: int, trace: Any) 
         passes.append(velocity())
     policy.image_size = sizes[passes.index(max(passes))]
     return policy, own_size, passes
+
+
+def _image_numbers(policy: Any) -> int:
+    """Count the numbers of an image, 3 H W, by its latent and the autoencoder's scale."""
+    pipe, config = policy.pipe, policy.pipe.vae.config
+    scale = getattr(pipe, "vae_scale_factor", None) or pipe.vae_scale_factor_spatial
+    positions = math.prod(policy.latent_shape) // (config.get("latent_channels") or config["z_dim"])
+    return 3 * positions * scale**2
 
 
 def _networks(policy: Any) -> list[str]:

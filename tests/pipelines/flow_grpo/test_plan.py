@@ -116,6 +116,17 @@ def test_planned_forward_equivalents_are_counted_ones(folders, tmp_path, changes
         assert counted == pytest.approx(planned["per_iteration"], rel=1e-12)
 
 
+@pytest.mark.parametrize("model", ["sd3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sd15", "flux"))])
+def test_stored_references_are_counted(folders, model):
+    """Two prompts with one image each of three drawn, uint8."""
+    config = configured(folders, model, f"rewards.terms={{j: {{name: '{PAIRS}', references: {{count: 3, keep: 1}}}}}}")
+    planned, policy = estimate(config), build_policy(config.model, torch.device("cpu"), 0)
+    image = policy.decode(torch.zeros(1, *policy.latent_shape, dtype=policy.storage_dtype))
+    assert planned["batch"]["reference_images_stored_at_most"] == 2
+    found = planned["memory_in_GB"]["reference_images_in_CPU_memory_and_a_checkpoint"]
+    assert found * GB == pytest.approx(2 * image.numel())
+
+
 def test_memory_by_part_is_what_a_run_holds(folders):
     config = configured(folders, "sd3", "rollout.sde_steps=[0, 2]")
     memory = estimate(config)["memory_in_GB"]
