@@ -191,11 +191,8 @@ def build_ensemble(
     ).eval()
 
 
-def write_ensemble(folder: Path, model: LoraEnsembleModel, base: str | Path, dtype: torch.dtype | None = None) -> None:
-    """Write the folder that `read_ensemble` reads; a base that is a folder is named relative to it.
-
-    Weights are float16 where that loses nothing, else float32, unless `dtype` says otherwise.
-    """
+def write_ensemble(folder: Path, model: LoraEnsembleModel, base: str | Path) -> None:
+    """Write the folder that `read_ensemble` reads; a base that is a folder is named relative to it."""
     folder.mkdir(parents=True, exist_ok=True)
     base_name = str(base)
     if (base_path := Path(base).resolve()).is_dir():
@@ -203,7 +200,7 @@ def write_ensemble(folder: Path, model: LoraEnsembleModel, base: str | Path, dty
         base_name = base_path.name if is_packaged else os.path.relpath(base_path, folder.resolve())
     tensors = model.tensors()
     is_exact = all(torch.equal(value.half().float(), value.float()) for value in tensors.values())
-    dtype = dtype or (torch.float16 if is_exact else torch.float32)
+    dtype = torch.float16 if is_exact else torch.float32
     state = {key: value.detach().to("cpu", dtype).contiguous() for key, value in tensors.items()}
     rest = {
         "head": {"type": HEAD, "clamp": None if model.clamp is None else list(model.clamp)},

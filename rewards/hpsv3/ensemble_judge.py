@@ -144,15 +144,15 @@ class LoraEnsembleReward:
         bias[:, 0] += ((level.mean() - level).to(bias)) / model.stretch
         self._set_model(model)
 
-    def save(self, folder: str | Path, *, dtype: torch.dtype | None = None) -> None:
+    def save(self, folder: str | Path) -> None:
         """Write the members into one folder (members.safetensors, judge.json) that names its base.
 
-        Weights are float16 where that loses nothing, else float32, unless `dtype` says otherwise.
+        Weights are float16 where that loses nothing, else float32.
         """
         model = self.model
         if self._base is None:
             raise ValueError(f"{self.name}: it was made from a module whose base has no name; pass base=.")
-        write_ensemble(Path(folder), model, self._base, dtype)
+        write_ensemble(Path(folder), model, self._base)
 
     @property
     def identity(self) -> Identity:

@@ -76,22 +76,15 @@ def relative_position(a: Box, b: Box, *, threshold: float = POSITION_THRESHOLD) 
     return [relation for relation, true in zip(RELATIONS, holds, strict=True) if true]
 
 
-def keep_boxes(
-    boxes: Sequence[Box],
-    scores: Sequence[float],
-    *,
-    threshold: float,
-    max_objects: int = MAX_OBJECTS,
-    nms: float = 1.0,
-) -> list[int]:
+def keep_boxes(boxes: Sequence[Box], scores: Sequence[float], *, threshold: float, nms: float = 1.0) -> list[int]:
     """Indices of the boxes of one class that count, most confident first.
 
-    Boxes need a confidence above the threshold; of the first `max_objects` those are dropped that overlap an
+    Boxes need a confidence above the threshold; of the first `MAX_OBJECTS` those are dropped that overlap an
     earlier one with IoU ≥ `nms` (1, as published, drops none).
     """
     order = sorted((k for k in range(len(boxes)) if scores[k] > threshold), key=lambda k: -scores[k])
     indices: list[int] = []
-    for k in order[:max_objects]:
+    for k in order[:MAX_OBJECTS]:
         if nms >= 1 or all(box_iou(boxes[k], boxes[earlier]) < nms for earlier in indices):
             indices.append(k)
     return indices

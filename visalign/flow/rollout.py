@@ -67,7 +67,9 @@ def rollout(
         compression: see `visited_steps`.
     """
     sigmas = _check_sigmas(sigmas)
-    steps = _check_sde_steps(sde_steps, len(sigmas) - 1)
+    total, steps = len(sigmas) - 1, tuple(operator.index(step) for step in sde_steps)
+    if list(steps) != sorted({step for step in steps if 0 <= step < total}):
+        raise ValueError(f"sde_steps must be rising indices in 0 to {total - 1}; got {list(steps)}.")
     kernel = Kernel(
         schedule=schedule if steps else "none",
         noise_level=noise_level,
@@ -75,14 +77,14 @@ def rollout(
         log_prob_reduction=log_prob_reduction,
         log_prob=log_prob if steps else "gaussian",
     )
-    tree = check_nodes(nodes, len(condition), len(sigmas) - 1, steps)
+    tree = check_nodes(nodes, len(condition), total, steps)
     noise = _start_noise(policy, tree[0], seeds, noise, bool(steps))
     times = policy.times(sigmas)
     trajectory = _allocate(policy, first_latents(policy, noise, sigmas), sigmas, times, steps, kernel, tree)
     seed_list = check_seeds(seeds) if seeds is not None else []
     size = min(batch_size or len(condition), len(condition))
     solvers: dict[int, ODESolver] = {}  # one per chunk; chunks stay the same until paths part
-    for k, k_next in itertools.pairwise(visited_steps(len(sigmas) - 1, steps, compression)):
+    for k, k_next in itertools.pairwise(visited_steps(total, steps, compression)):
         for number, rows in enumerate(tree[k].unique().split(size)):
             ode = solvers.setdefault(number, ODESolver(solver))
             pair = (tree[k], tree[k_next])
@@ -338,10 +340,3 @@ def _check_sigmas(sigmas: Tensor) -> Tensor:
             f"{[round(value, 4) for value in sigmas.flatten().tolist()[:12]]}. Use timestep_sigmas(steps)."
         )
     return sigmas
-
-
-def _check_sde_steps(sde_steps: Sequence[int], total: int) -> tuple[int, ...]:
-    steps = tuple(operator.index(step) for step in sde_steps)
-    if list(steps) != sorted({step for step in steps if 0 <= step < total}):
-        raise ValueError(f"sde_steps must be rising indices in 0 to {total - 1}; got {list(steps)}.")
-    return steps

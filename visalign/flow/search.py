@@ -90,7 +90,7 @@ class ZeroOrderSearch:
         latents, (value,) = denoise(pivot)
         for k in range(self.rounds):
             fresh = _fresh_noise(seeds, policy.latent_shape, k, self.candidates)
-            repeated = pivot.repeat(self.candidates, *_ones(pivot))
+            repeated = pivot.repeat(self.candidates, *[1] * (pivot.ndim - 1))
             near = (1 - self.radius**2) ** 0.5 * repeated + self.radius * fresh
             candidates, values = denoise(near)
             best, number = values.max(0)
@@ -178,7 +178,7 @@ class PathSearch:
         options: dict[str, Any] = {"sigmas": sigmas, "batch_size": batch_size}
         for number, (begin, up, end) in enumerate(rounds):
             fresh = _fresh_noise(seeds, policy.latent_shape, number, self.branches)
-            branches = renoise(x.repeat(self.branches, *_ones(x)), fresh, sigmas[begin], sigmas[up])
+            branches = renoise(x.repeat(self.branches, *[1] * (x.ndim - 1)), fresh, sigmas[begin], sigmas[up])
             before = complete(policy, repeated, branches, step=up, until=end - 1, **options)
             branches = complete(policy, repeated, before, step=end - 1, until=end, **options)
             v = velocity_between(before, branches, sigmas[end - 1], sigmas[end])
@@ -236,9 +236,5 @@ def _sigmas_of(sigmas: Tensor, condition: Condition, seeds: Sequence[int]) -> Te
     return torch.as_tensor(sigmas).cpu().float()
 
 
-def _ones(x: Tensor) -> tuple[int, ...]:
-    return (1,) * (x.ndim - 1)
-
-
 def _rows(mask: Tensor, x: Tensor) -> Tensor:
-    return mask.to(x.device).reshape(-1, *_ones(x))
+    return mask.to(x.device).reshape(-1, *[1] * (x.ndim - 1))

@@ -32,9 +32,8 @@ def window_steps(
     subset: `size` indices, uniform over sets (Flow-Factory); random: `size` neighbours, uniform over starts
     (Flow-GRPO-Fast, MixGRPO random), both drawn from `draw`; progressive: neighbours that start at 0 and move
     on by `stride` after `every` iterations, shorter at the end, then start again if `roll_back` (MixGRPO);
-    decay: the same, but a start p stays ⌊every (1 − p/steps) + least p/steps⌋ iterations, `least` by default
-        a quarter of
-    `every`; exp_decay: a start p above `threshold` stays ⌈every · exp(−rate (p − threshold))⌉.
+    decay: the same, but a start p stays ⌊every (1 − p/steps) + least p/steps⌋ iterations, `least` by default a
+    quarter of `every`; exp_decay: a start p above `threshold` stays ⌈every · exp(−rate (p − threshold))⌉.
 
     Deviation: the published MixGRPO stays one whole turn at an empty window after the last one, and for good
     without `roll_back`; ours then stays at the last window. Source: MixGRPO, arXiv 2507.21802, section 3.2;
@@ -58,8 +57,7 @@ def _stay(start: int, steps: int, order: str, every: int, least: int | None, thr
     """Number of iterations that a moving window stays at `start`."""
     if order == "decay":
         least = max(1, every // 4) if least is None else least
-        done = start / steps
-        return max(least, int(every * (1 - done) + least * done))
+        return max(least, int(every * (1 - start / steps) + least * (start / steps)))
     if order == "exp_decay":
         return math.ceil(every * math.exp(-rate * max(0, start - threshold)))
     return every

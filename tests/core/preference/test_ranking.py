@@ -63,7 +63,6 @@ def test_two_samples_that_split_their_games_are_equal_and_the_rest_is_bias() -> 
     fit = fit_ranking(pairs, torch.ones(40, dtype=torch.float64), 2)
     torch.testing.assert_close(fit.score, torch.zeros(2, dtype=torch.float64), atol=1e-9, rtol=0)
     assert fit.bias > 2 and fit.bias_std > 0
-    assert fit_ranking(pairs, torch.ones(40), 2, position_bias=False).bias == 0
     fair = fit_ranking(torch.tensor([[0, 1], [1, 0]] * 20), torch.tensor([1.0, 0.0] * 20), 2)
     assert fair.score[0] > 1 and abs(fair.bias) < 1e-9
 

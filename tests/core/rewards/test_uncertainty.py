@@ -36,15 +36,13 @@ class TestOverlap:
             )[0]
             assert bhattacharyya(f64(m), f64(s), f64(n), f64(t)).item() == pytest.approx(wanted, rel=1e-8)
 
-    def test_mean_overlap_with_the_others_or_with_a_pool(self) -> None:
+    def test_mean_overlap_with_the_others(self) -> None:
         mean, std = normal(6), normal(6, seed=1).abs() + 0.1
         table = bhattacharyya(mean, std, mean, std)
         assert_values(table.diagonal(), *[1.0] * 6)
         torch.testing.assert_close(table, table.T)
         loops = [sum(table[i, j].item() for j in range(6) if j != i) / 5 for i in range(6)]
         assert_values(bhattacharyya_overlap(mean, std), *loops)
-        pool = bhattacharyya_overlap(mean[:1], std[:1], pool_mean=mean[1:], pool_std=std[1:])
-        assert_values(pool, loops[0])
         assert bhattacharyya_overlap(mean[:1], std[:1]).item() == 0
 
     def test_penalty_is_a_lower_bound(self) -> None:

@@ -56,7 +56,6 @@ def test_boxes_are_kept_by_confidence_number_and_overlap() -> None:
     boxes = [(0, 0, 9, 9), (0, 0, 9, 9), (20, 0, 29, 9), (0, 0, 9, 8)]
     scores = [0.5, 0.8, 0.3, 0.6]
     assert keep_boxes(boxes, scores, threshold=0.3) == [1, 3, 0]
-    assert keep_boxes(boxes, scores, threshold=0.2, max_objects=3) == [1, 3, 0]
     assert keep_boxes(boxes, scores, threshold=0.2, nms=0.5) == [1, 2]
     assert keep_boxes(boxes, scores, threshold=0.9) == []
 

@@ -87,7 +87,7 @@ def pass_at_k_advantages(
     size = n if k is None else torch.full_like(n, k)
     lowest = group_min(torch.where(mask, values, float("inf")), index, groups)[index]
     height = torch.where(mask, values - lowest, 0.0)[:, 0]
-    order, rank = _ranks(torch.where(mask[:, 0], height, float("inf")), index, groups)
+    order, rank = group_ranks(torch.where(mask[:, 0], height, float("inf")), index, groups)
     # Σ_{m<rank} C(m−1, k−2)/C(n−1, k−1) (R_i − R_(m)), split into chance · R_i and a running sum
     total = _log_choose(n - 1, size - 1)
     usable = mask[:, 0] & (size <= n) & (n > 1)
@@ -151,7 +151,7 @@ def _finish(result: Tensor, reward: Tensor) -> Tensor:
     return result.reshape(reward.shape).to(float32_dtype(reward))
 
 
-def _ranks(values: Tensor, index: Tensor, groups: int) -> tuple[Tensor, Tensor]:
+def group_ranks(values: Tensor, index: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     """Return the order [B] by group and value, and the rank 1, 2, … [B] of each entry in its group."""
     order = torch.argsort(values, stable=True)
     order = order[torch.argsort(index[order], stable=True)]

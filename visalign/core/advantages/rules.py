@@ -16,6 +16,7 @@ from visalign.core.precision import float32, float32_dtype
 from visalign.core.preference.direct import direct_preference_loss
 from visalign.core.rewards.steps import next_present
 
+from .baselines import group_ranks
 from .returns import discounted_returns
 
 
@@ -41,9 +42,10 @@ def conditional_advantages(
     check_axes(reward=(reward, "B"), metric=(metric, "B"))
     index, groups = group_index(group, reward.shape[0], reward.device)
     present = torch.isfinite(reward) & torch.isfinite(metric)
-    lowest, mean, _ = group_centre(reward, present, index, groups)
+    lowest, mean, count = group_centre(reward, present, index, groups)
     value = torch.where(present, reward.detach().double() - lowest[index], 0.0)
-    high = _high_half(metric, present, index, groups)
+    _, rank = group_ranks(torch.where(present, metric.detach().double(), float("inf")), index, groups)
+    high = rank > (count // 2)[index]
     own_half, other_half = 2 * index + high, 2 * index + ~high
     half_mean = group_mean(value, present, own_half, 2 * groups)
     factor, unit = torch.full_like(value, alpha), torch.ones_like(value)
@@ -145,14 +147,3 @@ def replay_weight(step: Tensor | float, *, warmup: float = 200.0, ceiling: float
     """
     part = torch.as_tensor(step, dtype=torch.float64).clamp(0, warmup) / warmup
     return ceiling * (1 - torch.cos(math.pi * part)) / 2
-
-
-def _high_half(metric: Tensor, present: Tensor, index: Tensor, groups: int) -> Tensor:
-    """Mark the samples not among the first ⌊n/2⌋ of their group by the metric; stable, missing ones last."""
-    order = torch.where(present, metric.detach().double(), float("inf")).argsort(stable=True)
-    order = order[index[order].argsort(stable=True)]
-    size = torch.bincount(index, minlength=groups)
-    position = torch.arange(len(index), device=index.device) - (size.cumsum(0) - size)[index[order]]
-    rank = torch.empty_like(order).scatter_(0, order, position)
-    count = torch.zeros_like(size).index_add(0, index, present.to(size.dtype))
-    return rank >= count[index] // 2

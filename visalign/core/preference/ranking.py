@@ -56,9 +56,7 @@ class RankingFit:
         return torch.special.ndtr(gap) if self.model == "thurstone" else gap.sigmoid()
 
 
-def fit_ranking(
-    pairs: Tensor, prob: Tensor, size: int, *, model: Model = "bradley_terry", position_bias: bool = True
-) -> RankingFit:
+def fit_ranking(pairs: Tensor, prob: Tensor, size: int, *, model: Model = "bradley_terry") -> RankingFit:
     """Fit one score per sample to comparisons: P(left better) = F(s_left − s_right + b).
 
     F is σ ("bradley_terry") or Φ ("thurstone"). For a prior s ~ N(0, τ²), b ~ N(0, τ_b²) the scores are the
@@ -71,7 +69,6 @@ def fit_ranking(
 
     `pairs` [N, 2] holds (left, right), sample numbers below `size`; repetitions and both orders count. `prob` [N] is
     1/2 for a tie, NaN where the judge failed. A sample without a valid comparison has score 0 and the prior's std.
-    Without `position_bias` b is 0.
 
     Bradley and Terry, Biometrika 39 (1952) 324; Thurstone, Psychological Review 34 (1927) 273, case V.
     """
@@ -84,7 +81,7 @@ def fit_ranking(
     design = torch.zeros(len(ends), size + 1, dtype=torch.float64)
     rows = torch.arange(len(ends))
     design[rows, ends[:, 0]], design[rows, ends[:, 1]] = 1.0, -1.0
-    design[:, size] = float(position_bias)
+    design[:, size] = 1.0
     spread, noise = _grid(model)
     score_prior = spread.square().reciprocal()[:, None].expand(-1, size)
     prior = torch.cat([score_prior, spread.new_full((len(spread), 1), BIAS_STD**-2)], 1)
@@ -93,7 +90,7 @@ def fit_ranking(
         fitted = _linear(design, target, prior, noise)
     else:
         fitted = _newton(design, target, prior, model)
-    return _mixture(*fitted, spread, noise, size=size, model=model, position_bias=position_bias)
+    return _mixture(*fitted, spread, noise, size=size, model=model)
 
 
 def _grid(model: Model) -> tuple[Tensor, Tensor]:
@@ -148,7 +145,6 @@ def _mixture(
     *,
     size: int,
     model: Model,
-    position_bias: bool,
 ) -> RankingFit:
     """Mean and covariance over the grid, weighted by evidence and a half-Cauchy prior on the spread."""
     # On a logarithmic grid a density of τ gets the factor τ.
@@ -161,8 +157,8 @@ def _mixture(
     return RankingFit(
         score=centre @ mean[:size],
         covariance=centre @ total[:size, :size] @ centre,
-        bias=float(mean[size]) if position_bias else 0.0,
-        bias_std=math.sqrt(float(total[size, size])) if position_bias else 0.0,
+        bias=float(mean[size]),
+        bias_std=math.sqrt(float(total[size, size])),
         noise=float(weight @ noise),
         spread=float(weight @ spread),
         model=model,

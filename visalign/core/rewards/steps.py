@@ -170,13 +170,11 @@ def branch_rewards(reward: Tensor, node: Tensor) -> Tensor:
     return (lowest + total / count).gather(0, node)
 
 
-def branch_advantages(
-    reward: Tensor, node: Tensor, group: Labels, *, eps: float = 1e-8, floor: float = 1e-6
-) -> Tensor:
-    """Standardise `branch_rewards` over the distinct nodes of a group at each step: (r − mean)/(std + eps), [B, T].
+def branch_advantages(reward: Tensor, node: Tensor, group: Labels) -> Tensor:
+    """Standardise `branch_rewards` over the distinct nodes of a group at each step: (r − mean)/(std + 1e-8), [B, T].
 
     A node counts once, however many samples share it, and the std has ddof 1; `node` holds the first sample that
-    shares the step. 0 where the std is below `floor`, NaN where all rewards of a node are missing. Li et al.,
+    shares the step. 0 where the std is below 1e-6, NaN where all rewards of a node are missing. Li et al.,
     BranchGRPO, arXiv 2509.06040: depth-wise advantage, numbers of its released code.
     """
     value = branch_rewards(reward, node).double()
@@ -184,7 +182,7 @@ def branch_advantages(
     distinct = (node == torch.arange(len(node), device=node.device)[:, None]) & torch.isfinite(value)
     _, centred = centre(torch.where(distinct, value, 0.0), distinct, index, groups)
     std = spread(centred, distinct, index, groups, ddof=1)
-    result = torch.where(std < floor, 0.0, centred / (std + eps)).gather(0, node)
+    result = torch.where(std < 1e-6, 0.0, centred / (std + 1e-8)).gather(0, node)
     return torch.where(torch.isfinite(value), result, torch.nan).to(float32_dtype(reward))
 
 

@@ -29,16 +29,12 @@ def bhattacharyya(mean: Tensor, std: Tensor, other_mean: Tensor, other_std: Tens
     return (2 * s * t / total).sqrt() * torch.exp(-(mu - nu).square() / (4 * total))
 
 
-def bhattacharyya_overlap(
-    mean: Tensor, std: Tensor, *, pool_mean: Tensor | None = None, pool_std: Tensor | None = None
-) -> Tensor:
+def bhattacharyya_overlap(mean: Tensor, std: Tensor) -> Tensor:
     """Compute PURM's uncertainty: the mean overlap with the other rewards, u_i = mean_{j ≠ i} BC_ij.
 
-    `pool_mean` and `pool_std` [M] are earlier rewards to compare with instead of one another; PURM keeps a
-    rolling list. 0 for a single reward without a pool. Sun et al., PURM, arXiv 2503.22480.
+    0 for a single reward. Sun et al., PURM, arXiv 2503.22480. Deviation: PURM compares with a rolling list of
+    earlier rewards, for which there is `bhattacharyya`.
     """
-    if pool_mean is not None and pool_std is not None:
-        return bhattacharyya(mean, std, pool_mean, pool_std).mean(1)
     overlap = bhattacharyya(mean, std, mean, std)
     size = overlap.shape[0]
     return (overlap.sum(1) - overlap.diagonal()) / max(size - 1, 1)

@@ -20,8 +20,7 @@ def ppo_kl(log_ratio: Tensor, advantage: Tensor, *, beta: float, kl: Tensor | No
 
     Without `kl` the divergence is estimated from the old policy's samples by r − 1 − log r ≥ 0: unbiased, and
     so is its gradient r − 1. `kl` is the exact divergence of each decision where it is known, nats,
-    differentiable: `gaussian_kl(mean, mean_old, std)` (symmetric at equal std). Adapt β between updates, not
-        here.
+    differentiable: `gaussian_kl(mean, mean_old, std)` (symmetric at equal std). Adapt β between updates, not here.
 
     Schulman et al., PPO, arXiv 1707.06347, eq. 8.
     """

@@ -83,14 +83,10 @@ def multiplies_bfloat16(hidden: Tensor, weight: Tensor) -> bool:
 
 def _kernels(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> ModuleType | None:
     """Return `fused_kernels` where the device runs them: bfloat16 on Hopper or later, by Triton, without a bias."""
-    if (
-        not multiplies_bfloat16(hidden, weight)
-        or bias is not None
-        or hidden.shape[1] % 8
-        or not weight.is_contiguous()
-    ):
+    fits = bias is None and hidden.shape[1] % 8 == 0 and weight.is_contiguous()
+    if not fits or not multiplies_bfloat16(hidden, weight) or not hidden.is_cuda:
         return None
-    if not hidden.is_cuda or torch.cuda.get_device_capability(hidden.device) < (9, 0) or not has_triton():
+    if torch.cuda.get_device_capability(hidden.device) < (9, 0) or not has_triton():
         return None
     from . import fused_kernels
 
@@ -266,19 +262,13 @@ class _Work:
             by_row = (target - columns.start, top, level, torch.zeros_like(level) if push is None else push, pull)
             return self.kernels.logit_gradient(self.rows.states(part).contiguous(), matrix, out, by_row, tau, cap)
         z = self.logits(part, matrix, bias)
-        slope = self.soft_cap_slope(z)
+        slope = None
+        if cap is not None:  # 1 − (τ z/c)², the derivative of the soft-cap
+            slope = torch.mul(z, tau / cap, out=self.buffer("slope", z.shape)).square_().neg_().add_(1)
         grad_z = self.exponentials(z, top, level, push)
         local, inside = _find(target, columns)
         grad_z.scatter_add_(1, local[:, None], torch.where(inside, -pull, 0.0)[:, None])
         return grad_z if slope is None else grad_z.mul_(slope)
-
-    def soft_cap_slope(self, z: Tensor) -> Tensor | None:
-        """Compute 1 − (τ z/c)², the derivative of the soft-cap; None without one."""
-        cap = self.transform.soft_cap
-        if cap is None:
-            return None
-        slope = torch.mul(z, self.transform.temperature / cap, out=self.buffer("slope", z.shape))
-        return slope.square_().neg_().add_(1)
 
     def exponentials(self, z: Tensor, top: Tensor, level: Tensor, push: Tensor | None) -> Tensor:
         """Compute e^(z − m) (level + push (z − m)) of one tile, in place of z; push None is 0."""

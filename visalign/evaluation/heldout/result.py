@@ -121,11 +121,11 @@ class HeldoutResult:
         """Return a mask [N] of the samples of one category."""
         return np.array([entry == tag for entry in self.tags], dtype=bool)
 
-    def interval(self, tag: str | None = None, *, level: float = 0.95) -> Interval:
+    def interval(self, tag: str | None = None) -> Interval:
         """Return the interval over prompts of the accuracy, of all or of one category (NaN where absent)."""
         rows = self.judged & (np.ones(len(self), dtype=bool) if tag is None else self.rows(tag))
         keys = self.keys
-        return share_interval(self.correct[rows], [keys[k] for k in np.flatnonzero(rows)], level=level)
+        return share_interval(self.correct[rows], [keys[k] for k in np.flatnonzero(rows)])
 
     def accuracy_of(self, rows: Sequence[int] | slice) -> float:
         """Return the share correct of some samples; NaN where none has a verdict."""

@@ -18,13 +18,11 @@ from .base import data_uri, words
 from .wording import kind_of
 
 
-def galleries(
-    before: HeldoutResult, after: HeldoutResult, comparison: Comparison, *, limit: int = 12
-) -> list[dict[str, Any]]:
+def galleries(before: HeldoutResult, after: HeldoutResult, comparison: Comparison) -> list[dict[str, Any]]:
     """Choose fixed, improved and worsened pairs, or without verdicts the best and worst of the first reward.
 
-    At most `limit` of a kind: `anchor`, `title`, `rule`, `pairs`; in the order of evaluation, one of each
-    category in turn, a prompt once.
+    At most 12 of a kind: `anchor`, `title`, `rule`, `pairs`; in the order of evaluation, one of each category
+    in turn, a prompt once.
     """
     if not (before.judged.any() or after.judged.any()) and comparison.rewards:
         changed = _by_change(before, after, comparison.rewards[0].name)
@@ -37,7 +35,7 @@ def galleries(
     first = "chosen before looking: the first prompts of each category"
     sections = []
     for anchor, title, rule, candidates in [("fixed", same, first, np.arange(len(before))), *changed]:
-        rows = take_in_turn(_shown(candidates, before, after), before, limit)
+        rows = take_in_turn(_shown(candidates, before, after), before, 12)
         pairs = [
             {"prompt": before.title(row), "tag": before.tags[row], "seed": int(before.seeds[row])}
             | {"before": shot(row, before), "after": shot(row, after)}
@@ -78,8 +76,8 @@ def collapsed(text: str) -> str:
     return re.sub(runs, lambda match: f"{match[1]} × {match[0].count(match[1])}", text)
 
 
-def failures(after: HeldoutResult, *, limit: int = 6) -> list[dict[str, Any]]:
-    """Choose per category the first wrong samples after training, each prompt once.
+def failures(after: HeldoutResult) -> list[dict[str, Any]]:
+    """Choose per category the first six wrong samples after training, each prompt once.
 
     Returns `tag`, how many of the `judged` are wrong (`total`), and `shots`: (prompt, seed, shot).
     """
@@ -87,7 +85,7 @@ def failures(after: HeldoutResult, *, limit: int = 6) -> list[dict[str, Any]]:
     for tag in dict.fromkeys(after.tags):
         judged = after.rows(tag) & after.judged
         wrong = np.flatnonzero(judged & ~after.correct)
-        rows = take_in_turn(_shown(wrong, after), after, limit)
+        rows = take_in_turn(_shown(wrong, after), after, 6)
         shots = [(after.title(row), int(after.seeds[row]), shot(row, after)) for row in rows]
         groups.append({"tag": tag, "total": len(wrong), "judged": int(judged.sum()), "shots": shots})
     return [group for group in groups if group["total"]]
