@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import field
 from functools import wraps
 from typing import Annotated, Any, TypeVar, dataclass_transform
@@ -37,10 +37,6 @@ Positive = Annotated[float, Field(gt=0, le=MOST_FLOAT, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, le=MOST_FLOAT, allow_inf_nan=False)]
 Finite = Annotated[float, Field(ge=-MOST_FLOAT, le=MOST_FLOAT, allow_inf_nan=False)]
 
-Rules = Sequence[tuple[Callable[[Any], Any], str]]
-"""(broken, message): a truthy value of `broken(settings)` refuses them. The message is a format string with
-the settings as `s` and that value as `v`."""
-
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 def settings(section: str) -> Callable[[type[T]], type[T]]:
@@ -64,13 +60,6 @@ def settings(section: str) -> Callable[[type[T]], type[T]]:
         return schema
 
     return decorate
-
-
-def check_rules(values: Any, rules: Rules) -> None:
-    """Refuse settings by the first rule that they break."""
-    for broken, message in rules:
-        if value := broken(values):
-            raise UserError(message.format(s=values, v=value))
 
 
 def refuse(messages: Iterable[str]) -> None:

@@ -88,23 +88,16 @@ def check_members(policy: Any) -> None:
         )
     shape, predictions = policy.latent_shape, get_args(Prediction)
     is_shape = isinstance(shape, tuple) and shape and all(isinstance(n, int) and n > 0 for n in shape)
-    for valid, message in (
-        (
-            is_shape,
-            f"latents: latent_shape is {shape!r}. Make it a tuple of positive integers: what follows B, (C, H, W).",
+    rules = {
+        f"latents: latent_shape is {shape!r}. Make it positive integers, those that follow B: (C, H, W).": is_shape,
+        f"latents: storage_dtype is {policy.storage_dtype}. Make it a floating dtype.": (
+            policy.storage_dtype.is_floating_point
         ),
-        (
-            policy.storage_dtype.is_floating_point,
-            f"latents: storage_dtype is {policy.storage_dtype}. Make it a floating dtype.",
-        ),
-        (
-            policy.prediction in predictions,
-            f"protocol: prediction is {policy.prediction!r}; allowed: {', '.join(predictions)}. Declare what "
-            "the network gives; velocity() converts it (visalign.flow.velocity_of_prediction).",
-        ),
-    ):
-        if not valid:
-            raise AdapterError(message)
+        f"protocol: prediction is {policy.prediction!r}; allowed: {', '.join(predictions)}. Declare what the network "
+        "gives; velocity() converts it (visalign.flow.velocity_of_prediction).": policy.prediction in predictions,
+    }
+    if broken := next((message for message, valid in rules.items() if not valid), None):
+        raise AdapterError(broken)
 
 
 def _other(what: str, tensor: Tensor, shape: Sequence[int], hint: str = "") -> tuple[bool, str]:

@@ -154,19 +154,14 @@ def model_source(path: str | Path, config: str | Path | None = None) -> ModelSou
 
 
 def checkpoint_kind(file: Path) -> str | None:
-    """Return diffusers' name for the kind of a checkpoint, None if its keys are of diffusers' own layout.
-
-    Raises:
-        UserError: The file cannot be read, is no model, or is of a family that is not read from one file.
-    """
+    """Return diffusers' name for the kind of a checkpoint, None if its keys are of diffusers' own layout."""
     from diffusers.loaders import single_file_utils
 
     with open_tensors(file) as opened:
         shapes = {key: torch.empty(opened.get_slice(key).get_shape(), device="meta") for key in opened.keys()}
     for name, marks in NO_MODELS.items():
         if key := next((key for key in shapes if any(mark in key for mark in marks)), None):
-            as_lora = ", and it as the LoRA (visalign sample --lora FILE)" if name == "LoRA" else ""
-            raise UserError(f"{file} is a {name} (a key: {key}). Give its base model{as_lora}.")
+            raise UserError(f"{file} is a {name} (a key: {key}). Give its base model; a LoRA goes to --lora.")
     try:
         kind: str | None = single_file_utils.infer_diffusers_model_type(shapes)
     except (LookupError, UnboundLocalError):  # sizes that no published model of the family has
@@ -182,9 +177,7 @@ def checkpoint_kind(file: Path) -> str | None:
             f"are read: {', '.join(name.removesuffix('Pipeline') for name in PIPELINES)}. Of others give a folder."
         )
     if kind is not None and not any(kind in kinds for kinds in PIPELINES.values()):
-        raise UserError(
-            f"{file} is a checkpoint of the kind {kind}, which is not read. Give a base model of a family."
-        )
+        raise UserError(f"{file} is a checkpoint of the kind {kind}, which is not read. Give a base model.")
     return kind
 
 

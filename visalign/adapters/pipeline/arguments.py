@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from visalign.errors import UserError
-from visalign.settings import MOST_PIXELS
+from visalign.settings import MOST_PIXELS, refuse
 
 from .condition import Source, image_of
-from .families import FAMILIES, PIPELINES, REFUSED, Family
+from .families import FAMILIES, MEAN_VELOCITY, PIPELINES, REFUSED, Family
 
 CUSTOM_ADAPTER = (
     "your own as 'package.module:Class' or 'path/to/file.py:Class' (model.adapter=...), a class with "
@@ -43,23 +43,20 @@ def checked_guidance(pipe: Any, family: Family, guidance: float | None) -> float
     embeds = family.guidance != "embedded" or getattr(config, "guidance_embeds", True)
     guides = family.scale != "-" or pipe.components.get("guider") is not None
     is_distilled = pipe.config.get("is_distilled") or not embeds or not guides
-    for broken, problem in (
-        (
-            not family.off <= scale < math.inf,
-            f"is guided by at least {family.off:g}, and {family.off:g} switches guidance off",
+    problems = {
+        f"is guided by at least {family.off:g}, and {family.off:g} switches guidance off": (
+            not family.off <= scale < math.inf
         ),
-        (
-            getattr(config, "use_meanflow", False) or getattr(config, "flow_map", False),
-            "predicts the mean velocity of a whole step, which no single time has. Take the model that is "
-            "not distilled",
+        MEAN_VELOCITY: getattr(config, "use_meanflow", False) or getattr(config, "flow_map", False),
+        "is distilled: it takes no guidance. Leave model.guidance out": (
+            is_distilled and guidance is not None and scale > family.off
         ),
-        (
-            is_distilled and guidance is not None and scale > family.off,
-            "is distilled: it takes no guidance. Leave model.guidance out",
-        ),
-    ):
-        if broken:
-            raise UserError(f"This {type(pipe).__name__} {problem}; guidance is {guidance!r}.")
+    }
+    refuse(
+        f"This {type(pipe).__name__} {problem}; guidance is {guidance!r}."
+        for problem, is_broken in problems.items()
+        if is_broken
+    )
     return float(family.off if is_distilled else scale)
 
 

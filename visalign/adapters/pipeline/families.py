@@ -264,12 +264,10 @@ FAMILIES: dict[str, Family] = {
 }
 """name -> family."""
 
-REFUSED = {
-    "Flux3DistilledModularPipeline": (
-        "predicts the mean velocity of a whole step, which no single time has. Take the model that is not "
-        "distilled (Flux3ModularPipeline)"
-    )
-}
+MEAN_VELOCITY = (
+    "predicts the mean velocity of a whole step, which no single time has. Take the model that is not distilled"
+)
+REFUSED = {"Flux3DistilledModularPipeline": f"{MEAN_VELOCITY} (Flux3ModularPipeline)"}
 """`_class_name` -> why no family has it."""
 
 PIPELINES: dict[str, str] = {kind: name for name, family in FAMILIES.items() for kind in family.pipelines}

@@ -16,7 +16,7 @@ from visalign.adapters.single_file import ModelSource
 from visalign.errors import UserError
 
 from .guidance import silent
-from .quantization import reads_shapes_alone
+from .quantization import BY_SHAPES
 
 UNUSED = {"safety_checker", "feature_extractor", "image_encoder"}  # Parts of pipelines that no family here needs
 
@@ -47,7 +47,7 @@ def load_pipeline(
     lost = {name for name in listed if folder.is_dir() and not (folder / name).is_dir()}
     options: dict[str, Any] = dict.fromkeys(empty | ({"safety_checker"} & listed) | (UNUSED & lost))
     options |= {"variant": source.variant(variant), "trust_remote_code": False, **quantized}
-    if not reads_shapes_alone():
+    if not BY_SHAPES.get():
         described = {name: entry for name, entry in index.items() if name in listed}
         with silent():
             options |= source.parts(described, dtypes, **quantized)

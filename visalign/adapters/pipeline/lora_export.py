@@ -35,8 +35,6 @@ _LAYERS = {
     "single_blocks_{}_modulation_lin": "single_transformer_blocks.{}. norm.linear",
 }
 """kohya's layer -> prefix and names of diffusers' layers that it joins."""
-
-
 KOHYA = ("sd15", "sdxl", "flux", "flux_kontext")
 DIFFUSERS_NAMES = (
     *("sd3", "auraflow", "pixart", "hidream", "qwen_image", "qwen_image_edit", "qwen_image_edit_plus", "krea2"),

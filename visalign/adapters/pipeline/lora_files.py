@@ -17,7 +17,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from visalign.adapters.lora import other_scales
-from visalign.errors import UserError, suggestion
+from visalign.errors import UserError
 from visalign.hub import hub_file
 from visalign.model_files import open_tensors, read_object, read_tensors, why_unreadable
 
@@ -110,29 +110,21 @@ def lora_file(path: Path) -> Path:
     if names_hub and path.parts[0][0] not in "./~" and not Path(path.parts[0]).is_dir():
         return _from_hub("/".join(path.parts[:2]), *path.parts[2:])
     if not path.is_dir():
-        siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
         raise FileNotFoundError(
-            f"There is no LoRA {path}. {suggestion(path.name, siblings)}Give a run folder, its folder lora, or a "
-            ".safetensors file; with a weight as PATH:0.8."
+            f"There is no LoRA {path}. Give a run folder, its folder lora, or a .safetensors file; with a weight as "
+            "PATH:0.8."
         )
     folder = path / "lora" if (path / "lora").is_dir() else path
-    for name in (WEIGHT_FILE, PEFT_FILE):
-        if (folder / name).is_file():
-            return folder / name
     files = sorted(folder.glob("*.safetensors"))
-    if len(files) == 1:
-        return files[0]
+    usual = [folder / name for name in (WEIGHT_FILE, PEFT_FILE) if folder / name in files]
+    if usual or len(files) == 1:
+        return (usual or files)[0]
     if files:
-        names = ", ".join(file.name for file in files[:5])
-        raise UserError(f"{folder} holds {len(files)} files, and one of them is to be read: {names}. Name the file.")
-    if (path / "model").is_dir():
-        raise UserError(f"The run {path} trained the whole model, not a LoRA. Give it as the model: {path / 'model'}.")
-    if (path / "config.yaml").is_file():
-        raise UserError(
-            f"The run {path} has no folder lora yet; it is written when the training ends. Finish it: "
-            f"visalign train {path / 'config.yaml'} --output {path} --resume."
-        )
-    raise FileNotFoundError(f"{folder} holds no {WEIGHT_FILE} or other .safetensors file. Give the folder of a LoRA.")
+        raise UserError(f"{folder} holds {', '.join(file.name for file in files[:5])}. Name the file of the LoRA.")
+    raise FileNotFoundError(
+        f"{folder} holds no {WEIGHT_FILE} or other .safetensors file. Give the folder of a LoRA; a run writes its own "
+        "when it ends, and where it trained the whole model, its folder model instead (model.path)."
+    )
 
 
 def _from_hub(name: str, *file: str) -> Path:
@@ -173,9 +165,7 @@ def _check_kind(file: Path, state: Mapping[str, Tensor]) -> None:
             )
     if not any("lora" in name for name in state):
         names = ", ".join(list(state)[:3]) or "none"
-        is_model = any(name.startswith(("model.diffusion_model.", "first_stage_model.", "vae.")) for name in state)
-        then = "It is a whole model: give it as the model." if is_model else "Give the file of a LoRA."
-        raise UserError(f"{file} is no LoRA: no key has 'lora' in its name (keys: {names}). {then}")
+        raise UserError(f"{file} is no LoRA: no key has 'lora' in its name (keys: {names}). Give the file of a LoRA.")
 
 
 def base_of(state: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> str:
@@ -196,7 +186,7 @@ def read_adapters(pipe: Any, networks: Sequence[str], path: Path) -> Adapters:
     Names of the pipeline's own layers are read as they are, others by diffusers' loader of the pipeline.
     """
     state, metadata = read_lora(path)
-    file, parts = lora_file(path), {name: m for name, m in pipe.components.items() if isinstance(m, nn.Module)}
+    file, parts = lora_file(path), _modules(pipe)
     for part in networks[1:]:  # Wan 2.2: the second network's are a file of their own, under the first one's name
         if (second := file.parent / part / WEIGHT_FILE).is_file():
             more, entries = read_lora(second)
@@ -219,6 +209,10 @@ def read_adapters(pipe: Any, networks: Sequence[str], path: Path) -> Adapters:
         for name, adapter in layers.items():
             _check_shape(f"{part}.{name}", parts[part].get_submodule(name), adapter, misfit)
     return adapters
+
+
+def _modules(pipe: Any) -> dict[str, nn.Module]:
+    return {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
 
 
 def _check_shape(name: str, layer: Any, adapter: Adapter, misfit: Misfit) -> None:
@@ -286,8 +280,7 @@ def _by_layer_names(
 
 def _encoder_of(key: str) -> str | None:
     """Return the text encoder that a key is for; None: for a network."""
-    match = re.match(r"lora_te(\d?)_|(text_encoder(?:_\d)?)\.", key)
-    if match is None:
+    if (match := re.match(r"lora_te(\d?)_|(text_encoder(?:_\d)?)\.", key)) is None:
         return None
     return match[2] or ("text_encoder" if match[1] in ("", "1") else f"text_encoder_{match[1]}")
 
@@ -338,8 +331,7 @@ def _by_diffusers(pipe: Any, file: Path, state: Mapping[str, Tensor], misfit: Mi
         where = f"whose {sizes[1]} has {sizes[2]}, and here it has {sizes[3]}" if sizes else ""
         raise misfit(where or f"with keys such as {next(iter(state))}") from error
     adapters: Adapters = {}
-    networks: list[tuple[str, Any]] = [(p, m) for p, m in pipe.components.items() if isinstance(m, nn.Module)]
-    for part, network in networks:
+    for part, network in _modules(pipe).items():
         for name, layer in network.named_modules():
             if isinstance(layer, LoraLayer) and _INCOMING in layer.lora_A:
                 pair: Any = layer.lora_A[_INCOMING].weight, layer.lora_B[_INCOMING].weight

@@ -90,8 +90,8 @@ class PipelinePolicy:
         if self._start is not None:
             self._start.fill(self.networks)
         self._trained = TrainedWeights(self.module, layers if self._start is None and layers else None)
-        self._forward_count = ForwardCount()
-        self._halves = Halves(self.networks, self.family, self._forward_count)
+        self.forward_count = ForwardCount()  # Since the start, in latents; with backward if they carry gradient
+        self._halves = Halves(self.networks, self.family, self.forward_count)
         self._times: dict[float, float] = {}
         self._fine = self._own_schedule(FINE if self.prediction == "velocity" else 1)
 
@@ -178,11 +178,6 @@ class PipelinePolicy:
     def compute_dtype(self) -> torch.dtype:
         """The dtype of the network's matrix products."""
         return self.autocast or dtype_of(next(iter(self.networks.values())))
-
-    @property
-    def forward_count(self) -> ForwardCount:
-        """Passes of the network since the start, in latents; with backward if they carry gradient."""
-        return self._forward_count
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str | Mapping[str, Any]]) -> PipelineCondition:

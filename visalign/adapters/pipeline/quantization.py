@@ -22,14 +22,15 @@ from diffusers import BitsAndBytesConfig, PipelineQuantizationConfig, TorchAoCon
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from visalign.errors import UserError
+from visalign.settings import refuse
 
 QUANTIZATIONS = {"torchao_int8": "torchao", "bitsandbytes_4bit": "bitsandbytes"}
 """name -> package. int8 weights alone, a scale for each output; NF4, a scale for each 64 weights. LLM.int8 is
 not among them: the whole batch decides which of its columns are rounded, so that a sample's velocity would
 depend on its neighbours."""
 
-_BY_SHAPES = ContextVar("by_shapes", default=False)
+BY_SHAPES = ContextVar("by_shapes", default=False)
+"""True inside of `by_shapes_alone`."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +43,11 @@ class FourBits:
 @contextmanager
 def by_shapes_alone() -> Iterator[None]:
     """Read no weights inside the block: 4 bits need neither their package nor a GPU."""
-    token = _BY_SHAPES.set(True)
+    token = BY_SHAPES.set(True)
     try:
         yield
     finally:
-        _BY_SHAPES.reset(token)
-
-
-def reads_shapes_alone() -> bool:
-    """Return True inside of `by_shapes_alone`."""
-    return _BY_SHAPES.get()
+        BY_SHAPES.reset(token)
 
 
 def quantization_of(
@@ -63,26 +59,20 @@ def quantization_of(
     if name is None:
         return {}
     package = QUANTIZATIONS.get(name, "")
-    by_shapes = package == "bitsandbytes" and _BY_SHAPES.get()
-    for broken, message in (
-        (not package, f"allowed are {', '.join(QUANTIZATIONS)}, or none"),
-        (not adapters, "rounded weights cannot be trained. Set model.lora, or leave model.quantization out"),
-        (
-            not by_shapes and package and find_spec(package) is None,
-            f"it needs {package}: pip install {package}. Or leave it out",
+    by_shapes = package == "bitsandbytes" and BY_SHAPES.get()
+    problems = {
+        f"allowed are {', '.join(QUANTIZATIONS)}, or none": not package,
+        "rounded weights cannot be trained. Set model.lora, or leave model.quantization out": not adapters,
+        f"it needs {package}: pip install {package}. Or leave it out": (
+            not by_shapes and package and find_spec(package) is None
         ),
-        (
-            package == "torchao" and int(os.environ.get("WORLD_SIZE", "1")) > 1,
-            "DistributedDataParallel cannot share weights that torchao rounded. Train in one process, or "
-            "take 'bitsandbytes_4bit'",
+        "DistributedDataParallel cannot share weights that torchao rounded. Train in one process, or take "
+        "'bitsandbytes_4bit'": package == "torchao" and int(os.environ.get("WORLD_SIZE", "1")) > 1,
+        "diffusers reads it only on a GPU. On a CPU take 'torchao_int8'": (
+            package == "bitsandbytes" and not by_shapes and not torch.cuda.is_available()
         ),
-        (
-            package == "bitsandbytes" and not by_shapes and not torch.cuda.is_available(),
-            "diffusers reads it only on a GPU. On a CPU take 'torchao_int8'",
-        ),
-    ):
-        if broken:
-            raise UserError(f"quantization is {name!r}; {message}.")
+    }
+    refuse(f"quantization is {name!r}; {problem}." for problem, is_broken in problems.items() if is_broken)
     if by_shapes:
         return {"quantization_config": SimpleNamespace(quant_mapping=dict.fromkeys(networks, FourBits(dtype)))}
     chosen: Any

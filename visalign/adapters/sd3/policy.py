@@ -107,7 +107,7 @@ class SD3Policy:
         if self._start is not None:
             self._start.fill({"transformer": self.transformer})
         self._trained = TrainedWeights(self.transformer, None if self._start else self._lora_layers)
-        self._forward_count = ForwardCount()
+        self.forward_count = ForwardCount()  # Since the start, in latents; with backward if they carry gradient
 
     @classmethod
     def from_pretrained(
@@ -171,11 +171,6 @@ class SD3Policy:
     def device(self) -> torch.device:
         """Device of the transformer."""
         return self.transformer.device
-
-    @property
-    def forward_count(self) -> ForwardCount:
-        """Transformer passes since the start, in latents; with backward if the output requires grad."""
-        return self._forward_count
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -300,9 +295,9 @@ class SD3Policy:
                 return_dict=False,
             )[0]
         if learning and out.requires_grad:
-            self._forward_count.forward_backward += len(x)
+            self.forward_count.forward_backward += len(x)
         else:
-            self._forward_count.forward += len(x)
+            self.forward_count.forward += len(x)
         return out.float() if learning else out.detach().float()
 
 

@@ -15,8 +15,8 @@ import torch
 from pydantic import BaseModel, Field, ValidationError
 
 from visalign.adapters.causal_lm.generation import Completion
-from visalign.errors import UserError
 from visalign.remote import ServerConnection, ServerError
+from visalign.settings import refuse
 from visalign.text import Sampling, StoppingCriteria, StopReason, StopStrings
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
@@ -113,24 +113,19 @@ def read_completion(
     choice, truncates = _parse_choice(answer, request), request.sampling.truncates
     ids, log_prob = choice.token_ids, choice.logprobs.token_logprobs
     top = (choice.logprobs.top_logprobs or []) if truncates else []
-    for broken, problem in (
-        (
-            choice.prompt_token_ids not in (None, list(request.prompt)),
-            "the server read another prompt than it was sent, such as one with a start token of its own",
+    problems = {
+        "the server read another prompt than it was sent, such as one with a start token of its own": (
+            choice.prompt_token_ids not in (None, list(request.prompt))
         ),
-        (not 1 <= len(ids) <= request.limit, f"the answer has {len(ids)} tokens, not 1 to {request.limit}"),
-        (
-            max(ids, default=0) >= request.vocabulary,
-            f"the server sampled token {max(ids, default=0)}, but the policy has {request.vocabulary}: the "
-            "server runs another model",
+        f"the answer has {len(ids)} tokens, not 1 to {request.limit}": not 1 <= len(ids) <= request.limit,
+        f"the server sampled token {max(ids, default=0)}, but the policy has {request.vocabulary}: the server runs "
+        "another model": max(ids, default=0) >= request.vocabulary,
+        f"there are {len(log_prob)} token_logprobs and {len(top)} top_logprobs for {len(ids)} tokens": (
+            len(log_prob) != len(ids) or len(top) != len(ids) * truncates
         ),
-        (
-            len(log_prob) != len(ids) or len(top) != len(ids) * truncates,
-            f"there are {len(log_prob)} token_logprobs and {len(top)} top_logprobs for {len(ids)} tokens",
-        ),
-    ):
-        if broken:
-            raise request.error(f"{problem}.")
+    }
+    if problem := next((problem for problem, is_broken in problems.items() if is_broken), None):
+        raise request.error(f"{problem}.")
     sets = [_read_set(listed, position, ids, request) for position, listed in enumerate(top)]
     n, reason = find_end(ids, choice.finish_reason, request, decode)
     log_probs, unknown = torch.tensor(log_prob[:n]).clamp(max=0.0), torch.full((n,), math.nan)
@@ -204,24 +199,20 @@ def check_sampling(sampling: Sampling, mode: LogprobsMode, max_logprobs: int) ->
     if sampling.greedy:
         return
     setting = f"top_k={sampling.top_k}" if sampling.top_k else f"top_p={sampling.top_p} without top_k"
-    for broken, message in (
-        (
-            sampling.scale < _MIN_TEMPERATURE,
-            f"temperature is {sampling.temperature}; vLLM samples with {_MIN_TEMPERATURE} instead. Give that or 0.",
+    problems = {
+        f"temperature is {sampling.temperature}; vLLM samples with {_MIN_TEMPERATURE} instead. Give that or 0.": (
+            sampling.scale < _MIN_TEMPERATURE
         ),
-        (
-            mode == "raw_logprobs" and needs_processed(sampling),
-            f"logprobs_mode is 'raw_logprobs', of the raw logits, and {sampling} draws from another distribution. "
-            f"{_START_PROCESSED} and set logprobs_mode to 'processed_logprobs', or sample with temperature 1 alone.",
+        f"logprobs_mode is 'raw_logprobs', of the raw logits, and {sampling} draws from another distribution. "
+        f"{_START_PROCESSED} and set logprobs_mode to 'processed_logprobs', or sample with temperature 1 alone.": (
+            mode == "raw_logprobs" and needs_processed(sampling)
         ),
-        (
-            sampling.truncates and not 1 <= sampling.top_k <= max_logprobs,
-            f"{setting} leaves more tokens than the server lists (max_logprobs={max_logprobs}); the ratio needs "
-            "all of them. Give a top_k below max_logprobs, or raise vLLM's --max-logprobs and max_logprobs.",
+        f"{setting} leaves more tokens than the server lists (max_logprobs={max_logprobs}); the ratio needs all of "
+        "them. Give a top_k below max_logprobs, or raise vLLM's --max-logprobs and max_logprobs.": (
+            sampling.truncates and not 1 <= sampling.top_k <= max_logprobs
         ),
-    ):
-        if broken:
-            raise UserError(message)
+    }
+    refuse(message for message, is_broken in problems.items() if is_broken)
 
 
 def check_processed(connection: ServerConnection, model: str, prompt: list[int]) -> bool:

@@ -18,7 +18,7 @@ Unknown numbers are NaN: the entropy, or with top_k `full_log_prob`.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -160,12 +160,9 @@ class ServerGenerator:
             )
             for sample, room in batch.rooms(stopping.max_new_tokens).items()
         ]
-
-        def text(ids: list[int]) -> str:
-            return decode(self.tokenizer, ids)
-
+        text_of = partial(decode, self.tokenizer)
         return {
-            request.sample: read_completion(answer, request, text)
+            request.sample: read_completion(answer, request, text_of)
             for request, answer in zip(requests, self._post(requests), strict=True)
         }
 

@@ -7,9 +7,8 @@ The defaults are Flow-GRPO's published ones for SD3.5-M (arXiv 2505.05470).
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
-from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -33,7 +32,7 @@ from visalign.settings import (
     Share,
     Side,
     Steps,
-    check_rules,
+    refuse,
     settings,
 )
 from visalign.training.loop.dynamic_groups import DynamicSettings
@@ -137,7 +136,7 @@ class RolloutSettings:
     """Largest share of samples that the reward may fail on before the run stops."""
 
     def __post_init__(self) -> None:
-        check_rules(self, RULES)
+        refuse(_broken_rules(self))
 
     @property
     def stochastic(self) -> list[int]:
@@ -230,78 +229,72 @@ def _is_no_subset(steps: Sequence[int] | None, allowed: Collection[int]) -> bool
     return steps is not None and (not steps or len(set(steps)) < len(steps) or not set(steps) <= set(allowed))
 
 
-RULES = (
-    (
-        lambda s: _is_no_subset(s.sde_steps, range(s.steps)),
-        "rollout.sde_steps is {s.sde_steps}; list different steps from 0 to rollout.steps - 1 "
-        "(rollout.steps is {s.steps}), or use an algorithm that needs no noise, e.g. "
-        "objective.algorithm=diffusion_nft.",
-    ),
-    (
-        lambda s: s.schedule in SHARES and s.noise_level > 1,
-        "rollout.noise_level is {s.noise_level}; for rollout.schedule={s.schedule} it must be at most 1 "
-        "(DDPO uses 1, Flow-CPS 0.8).",
-    ),
-    (
-        lambda s: s.schedule in REPLACING and s.steps - 1 in s.stochastic and f"{s.steps - 1}",
-        "rollout.sde_steps {s.stochastic} holds the last of {s.steps} steps, in which {s.schedule} adds no "
-        "noise, so it has no log-probability. Take {v} out, or set rollout.schedule to flow or dance.",
-    ),
-    (
-        lambda s: _is_no_subset(s.train_steps, s.stochastic),
-        "rollout.train_steps is {s.train_steps}; list different steps among the stochastic steps {s.stochastic}.",
-    ),
-    (
-        lambda s: (s.sde_window or 0) > len(s.stochastic) and len(s.stochastic),
-        "rollout.sde_window is {s.sde_window}; with {v} sde_steps it must be 1 to {v}.",
-    ),
-    (
-        lambda s: s.sde_window is not None and s.train_steps is not None,
-        "rollout.sde_window draws the steps to train in each iteration, so rollout.train_steps cannot be "
-        "fixed as well. Remove one of the two.",
-    ),
-    (
-        lambda s: s.sde_window is None and s.sde_window_order != "subset",
-        "rollout.sde_window_order is {s.sde_window_order} and there is no window. Set rollout.sde_window to its size.",
-    ),
-    (
-        lambda s: (
-            s.sde_window_order in ("subset", "random") and (s.sde_window_stride != 1 or not s.sde_window_roll_back)
-        ),
-        "rollout.sde_window_stride and rollout.sde_window_roll_back are of a window that moves, and "
-        "rollout.sde_window_order is {s.sde_window_order}. Set it to progressive, decay or exp_decay.",
-    ),
-    (
-        lambda s: s.ode_compression is not None and max(s.steps - 1 - w[-1] for w in s.windows) < 2,
-        "rollout.ode_compression is {s.ode_compression}, and there are no two steps to compress after the "
-        "stochastic steps {s.stochastic}. Set rollout.sde_steps to earlier steps.",
-    ),
-    (
-        lambda s: s.image_sizes and s.staleness,
-        "rollout.staleness=1 samples the next iteration before this one is trained on, and "
-        "rollout.image_sizes {s.image_sizes} gives it another size. Leave one of the two out.",
-    ),
-    (
-        lambda s: s.branch and ((s.shared_noise and "shared_noise") or (s.sde_window and "sde_window")),
-        "rollout.branch fixes which steps samples share, and rollout.{v} is set too. Leave one of the two out.",
-    ),
-    (
-        lambda s: s.branch and _is_no_subset(s.branch.at, s.stochastic),
-        "rollout.branch.at is {s.branch.at}; list different steps among the stochastic steps {s.stochastic}.",
-    ),
-    (
-        lambda s: s.branch and s.group_size % s.branch.leaves and s.branch.leaves,
-        "rollout.group_size is {s.group_size}, and a tree with {s.branch.children} children at the steps "
-        "{s.branch.at} has {v} images. Take a multiple of {v}, or other rollout.branch.at and children.",
-    ),
-    (
-        lambda s: next((f"{step}" for step in s.trained if s.branch and s.paths(step + 1) == 1), ""),
-        "rollout.branch.at is {s.branch.at}, and all images of a prompt share step {v}: there is nothing to "
-        "compare it with. Branch there, take {v} out of rollout.sde_steps or train_steps, or let "
-        "rollout.group_size hold several trees.",
-    ),
-)
-"""Rules over several settings, in the order in which they are checked."""
+def _broken_rules(s: RolloutSettings) -> Iterator[str]:
+    steps, last = s.stochastic, s.steps - 1
+    if _is_no_subset(s.sde_steps, range(s.steps)):
+        yield (
+            f"rollout.sde_steps is {s.sde_steps}; list different steps from 0 to rollout.steps - 1 (rollout.steps is "
+            f"{s.steps}), or use an algorithm that needs no noise, e.g. objective.algorithm=diffusion_nft."
+        )
+    if s.schedule in SHARES and s.noise_level > 1:
+        yield (
+            f"rollout.noise_level is {s.noise_level}; for rollout.schedule={s.schedule} it must be at most 1 (DDPO "
+            "uses 1, Flow-CPS 0.8)."
+        )
+    if s.schedule in REPLACING and last in steps:
+        yield (
+            f"rollout.sde_steps {steps} holds the last of {s.steps} steps, in which {s.schedule} adds no noise, so it "
+            f"has no log-probability. Take {last} out, or set rollout.schedule to flow or dance."
+        )
+    if _is_no_subset(s.train_steps, steps):
+        yield f"rollout.train_steps is {s.train_steps}; list different steps among the stochastic steps {steps}."
+    if (s.sde_window or 0) > len(steps):
+        yield f"rollout.sde_window is {s.sde_window}; with {len(steps)} sde_steps it must be 1 to {len(steps)}."
+    if s.sde_window is not None and s.train_steps is not None:
+        yield (
+            "rollout.sde_window draws the steps to train in each iteration, so rollout.train_steps cannot be fixed as "
+            "well. Remove one of the two."
+        )
+    order = f"rollout.sde_window_order is {s.sde_window_order}"
+    if s.sde_window is None and s.sde_window_order != "subset":
+        yield f"{order} and there is no window. Set rollout.sde_window to its size."
+    if s.sde_window_order in ("subset", "random") and (s.sde_window_stride != 1 or not s.sde_window_roll_back):
+        yield (
+            "rollout.sde_window_stride and rollout.sde_window_roll_back are of a window that moves, and "
+            f"{order}. Set it to progressive, decay or exp_decay."
+        )
+    if s.ode_compression is not None and max(last - window[-1] for window in s.windows) < 2:
+        yield (
+            f"rollout.ode_compression is {s.ode_compression}, and there are no two steps to compress after the "
+            f"stochastic steps {steps}. Set rollout.sde_steps to earlier steps."
+        )
+    if s.image_sizes and s.staleness:
+        yield (
+            "rollout.staleness=1 samples the next iteration before this one is trained on, and rollout.image_sizes "
+            f"{s.image_sizes} gives it another size. Leave one of the two out."
+        )
+    if s.branch is None:
+        return
+    if s.shared_noise or s.sde_window:
+        yield (
+            "rollout.branch fixes which steps samples share, and rollout."
+            f"{'shared_noise' if s.shared_noise else 'sde_window'} is set too. Leave one of the two out."
+        )
+    if _is_no_subset(s.branch.at, steps):
+        yield f"rollout.branch.at is {s.branch.at}; list different steps among the stochastic steps {steps}."
+    if s.group_size % s.branch.leaves:
+        yield (
+            f"rollout.group_size is {s.group_size}, and a tree with {s.branch.children} children at the steps "
+            f"{s.branch.at} has {s.branch.leaves} images. Take a multiple of {s.branch.leaves}, or other "
+            "rollout.branch.at and children."
+        )
+    for step in (step for step in s.trained if s.paths(step + 1) == 1):
+        yield (
+            f"rollout.branch.at is {s.branch.at}, and all images of a prompt share step {step}: there is nothing to "
+            f"compare it with. Branch there, take {step} out of rollout.sde_steps or train_steps, or let "
+            "rollout.group_size hold several trees."
+        )
+
 
 _STOCHASTIC_STEPS = (
     *("sde_steps", "sde_window", "sde_window_order", "sde_window_every", "ode_compression"),
@@ -310,119 +303,93 @@ _STOCHASTIC_STEPS = (
 """Settings of stochastic steps; along the ODE one initial noise gives one image."""
 
 
-def _unused_noise_setting(s: Any) -> str:
-    """Name a setting of stochastic steps that an algorithm along the ODE would ignore."""
-    if s.objective.is_policy_gradient or (s.row is not None and s.row.visited):
-        return ""
-    defaults = {item.name: item.default for item in fields(RolloutSettings)}
-    changed = (name for name in _STOCHASTIC_STEPS if getattr(s.rollout, name) != defaults[name])
-    return next((f"{name}={json.dumps(defaults[name])}" for name in changed), "")
+def _conflicts(objective: DiffusionObjectiveSettings, rollout: RolloutSettings, stored: bool) -> Iterator[str]:
+    row, name, steps = objective.regression, f"objective.algorithm={objective.algorithm}", rollout.steps
+    if objective.credit == "turning_points" and rollout.ode_compression is not None:
+        yield (
+            f"rollout.ode_compression is {rollout.ode_compression}, and objective.credit=turning_points completes "
+            "images on all timesteps. Set rollout.ode_compression=null, or objective.credit=one_step."
+        )
+    if objective.ascent is not None and rollout.solver != "euler":
+        yield (
+            f"rollout.solver is {rollout.solver}, and {name} sends the reward's gradient through Euler steps. Set "
+            "rollout.solver=euler."
+        )
+    if objective.is_policy_gradient and (objective.credit == "branches") != (rollout.branch is not None):
+        yield (
+            f"objective.credit is {objective.credit!r} and rollout.branch is {rollout.branch}: a shared step earns "
+            "the mean of its images. Set objective.credit=branches and rollout.branch, e.g. {at: [0]}, or neither."
+        )
+    if rollout.staleness and objective.credit == "turning_points":
+        yield (
+            "objective.credit=turning_points completes images with the current weights, and rollout.staleness=1 "
+            "sampled them with older ones. Set rollout.staleness=0, or objective.credit=one_step."
+        )
+    if row is None and (rollout.guidance is not None or rollout.merge_adapters):
+        yield (
+            "rollout.guidance and rollout.merge_adapters sample with another policy than the trained one, whose "
+            f"log-probs or gradient {name} needs. Set rollout.guidance=null and rollout.merge_adapters=false, or take "
+            "a regression, e.g. objective.algorithm=diffusion_nft."
+        )
+    if not objective.is_policy_gradient and (row is None or not row.visited):
+        defaults = {item.name: item.default for item in fields(RolloutSettings)}
+        for unused in (unused for unused in _STOCHASTIC_STEPS if getattr(rollout, unused) != defaults[unused]):
+            yield (
+                f"{name} samples along the ODE, without stochastic steps. Set "
+                f"rollout.{unused}={json.dumps(defaults[unused])}."
+            )
+    if row and row.anchor == "expert" and not objective.experts:
+        yield (
+            f"{name} learns from experts, and there are none. Set objective.experts to the folders of trained "
+            'policies, e.g. {counting: runs/a/lora, "*": runs/b/lora}.'
+        )
+    if row and row.visited and rollout.branch:
+        yield (
+            f"rollout.branch is {rollout.branch}, and {name} learns at each image's own states. Set "
+            "rollout.branch=null."
+        )
+    if row and not row.visited and not row.continuous and (row.levels or 0) > steps:
+        yield (
+            f"objective.changes.levels is {row.levels}, and the sampler has {steps} timesteps. Take at most {steps}, "
+            "or also levels between them: objective.changes.continuous=true."
+        )
+    if objective.ascent and objective.ascent.last > steps:
+        yield (
+            f"objective.changes.last is {objective.ascent.last}, and rollout.steps is {steps}. Take at most {steps}."
+        )
+    if rollout.staleness:
+        if not objective.is_policy_gradient or objective.build(length=1).importance_sampling is None:
+            yield stale_message(objective.algorithm)
+    if objective.step_weights is not None and len(objective.step_weights) != steps:
+        yield (
+            f"objective.step_weights is {objective.step_weights} for {steps} steps; give one weight for each step, 0 "
+            "for those that are not trained."
+        )
+    if stored and _needs_samples(objective):
+        yield (
+            f"{name} learns from samples of the policy itself, or does so by objective.changes, and data.pairs holds "
+            "images from elsewhere. Take diffusion_dpo, gdro, diffusion_kto, reward_weighted or rejection as "
+            "published, or leave data.pairs out."
+        )
+    if not stored and row and row.loss_options.get("soft"):
+        yield (
+            f"{name} has loss_options soft=true, which takes votes for probabilities, and samples of the policy have "
+            "none. Set data.pairs to stored pairs, or soft=false."
+        )
 
 
-def _uncorrected(s: Any) -> str:
-    """Describe an algorithm that does not correct for samples of older weights, where there are any."""
-    if not s.rollout.staleness:
-        return ""
-    corrects = s.objective.is_policy_gradient and s.objective.build(length=1).importance_sampling is not None
-    return "" if corrects else stale_message(s.objective.algorithm)
-
-
-JOB_RULES = (
-    (
-        lambda s: s.objective.credit == "turning_points" and s.rollout.ode_compression is not None,
-        "rollout.ode_compression is {s.rollout.ode_compression}, and objective.credit=turning_points "
-        "completes images on all timesteps. Set rollout.ode_compression=null, or objective.credit=one_step.",
-    ),
-    (
-        lambda s: s.objective.ascent is not None and s.rollout.solver != "euler",
-        "rollout.solver is {s.rollout.solver}, and objective.algorithm={s.objective.algorithm} sends the "
-        "reward's gradient through Euler steps. Set rollout.solver=euler.",
-    ),
-    (
-        lambda s: (
-            s.objective.is_policy_gradient and (s.objective.credit == "branches") != (s.rollout.branch is not None)
-        ),
-        "objective.credit is {s.objective.credit!r} and rollout.branch is {s.rollout.branch}: a shared step "
-        "earns the mean of its images. Set objective.credit=branches and rollout.branch, e.g. {{at: [0]}}, "
-        "or neither.",
-    ),
-    (
-        lambda s: s.rollout.staleness and s.objective.credit == "turning_points",
-        "objective.credit=turning_points completes images with the current weights, and rollout.staleness=1 "
-        "sampled them with older ones. Set rollout.staleness=0, or objective.credit=one_step.",
-    ),
-    (
-        lambda s: s.row is None and (s.rollout.guidance is not None or s.rollout.merge_adapters),
-        "rollout.guidance and rollout.merge_adapters sample with another policy than the trained one, whose "
-        "log-probs or gradient objective.algorithm={s.objective.algorithm} needs. Set rollout.guidance=null and "
-        "rollout.merge_adapters=false, or take a regression, e.g. objective.algorithm=diffusion_nft.",
-    ),
-    (
-        _unused_noise_setting,
-        "objective.algorithm={s.objective.algorithm} samples along the ODE, without stochastic steps. Set "
-        "rollout.{v}.",
-    ),
-    (
-        lambda s: s.row and s.row.anchor == "expert" and not s.objective.experts,
-        "objective.algorithm={s.objective.algorithm} learns from experts, and there are none. Set "
-        'objective.experts to the folders of trained policies, e.g. {{counting: runs/a/lora, "*": '
-        "runs/b/lora}}.",
-    ),
-    (
-        lambda s: s.row and s.row.visited and s.rollout.branch,
-        "rollout.branch is {s.rollout.branch}, and objective.algorithm={s.objective.algorithm} learns at "
-        "each image's own states. Set rollout.branch=null.",
-    ),
-    (
-        lambda s: s.row and not s.row.visited and not s.row.continuous and (s.row.levels or 0) > s.rollout.steps,
-        "objective.changes.levels is {s.row.levels}, and the sampler has {s.rollout.steps} timesteps. Take "
-        "at most {s.rollout.steps}, or also levels between them: objective.changes.continuous=true.",
-    ),
-    (
-        lambda s: s.objective.ascent and s.objective.ascent.last > s.rollout.steps,
-        "objective.changes.last is {s.objective.ascent.last}, and rollout.steps is {s.rollout.steps}. Take "
-        "at most {s.rollout.steps}.",
-    ),
-    (_uncorrected, "{v}"),
-    (
-        lambda s: s.objective.step_weights is not None and len(s.objective.step_weights) != s.rollout.steps,
-        "objective.step_weights is {s.objective.step_weights} for {s.rollout.steps} steps; give one weight "
-        "for each step, 0 for those that are not trained.",
-    ),
-)
-"""Rules over objective and rollout, in the order in which they are checked."""
-
-
-def _needs_samples(s: Any) -> bool:
+def _needs_samples(objective: DiffusionObjectiveSettings) -> bool:
     """Return True where an algorithm cannot learn from images that another policy may have made."""
-    row = s.row
+    row = objective.regression
     if row is None or row.loss not in ("dpo", "gdro", "kto", "weighted") or row.anchor == "old":
         return True
     signals = ("advantage",) if row.loss == "kto" else ("reward", "tilt", "best")
-    return s.objective.balance_every is not None or row.signal not in signals or row.noise == "start"
-
-
-STORED_PAIR_RULES = (
-    (
-        _needs_samples,
-        "objective.algorithm={s.objective.algorithm} learns from samples of the policy itself, or does so by "
-        "objective.changes, and data.pairs holds images from elsewhere. Take diffusion_dpo, gdro, "
-        "diffusion_kto, reward_weighted or rejection as published, or leave data.pairs out.",
-    ),
-)
-SAMPLED_RULES = (
-    (
-        lambda s: s.row and s.row.loss_options.get("soft"),
-        "objective.algorithm={s.objective.algorithm} has loss_options soft=true, which takes votes for "
-        "probabilities, and samples of the policy have none. Set data.pairs to stored pairs, or soft=false.",
-    ),
-)
+    return objective.balance_every is not None or row.signal not in signals or row.noise == "start"
 
 
 def check_sampling(objective: DiffusionObjectiveSettings, rollout: RolloutSettings, *, stored: bool = False) -> None:
     """Refuse an objective and a rollout, or with `stored` stored pairs of images, that do not fit each other."""
-    both = SimpleNamespace(objective=objective, rollout=rollout, row=objective.regression)
-    check_rules(both, (*JOB_RULES, *(STORED_PAIR_RULES if stored else SAMPLED_RULES)))
+    refuse(_conflicts(objective, rollout, stored))
 
 
 def check_more_samples(

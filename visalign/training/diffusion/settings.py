@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ from visalign.core.objective.algorithms import NAMED
 from visalign.core.regression.ascents import ASCENTS, Ascent, named_ascent
 from visalign.core.regression.rows import MATRIX_SIGNALS, REGRESSIONS, Regression, named_regression
 from visalign.errors import UserError
-from visalign.settings import NonNegative, Positive, check_rules, settings
+from visalign.settings import NonNegative, Positive, refuse, settings
 from visalign.training.policy.settings import MATRIX_ADVANTAGES, ObjectiveSettings
 from visalign.training.policy.update import couples_decisions
 
@@ -51,7 +52,7 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
     numbers where the ratio sums over them; networks in bfloat16 may need more."""
 
     def __post_init__(self) -> None:
-        check_rules(self, OBJECTIVE_RULES)
+        refuse(_broken_rules(self))
         if self.regression is not None:
             self.check_reset(self.regression.asks_reference)
         elif self.ascent is not None:
@@ -99,7 +100,7 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
         objective = super().build(length=length)
         if self.credit == "image":
             return objective
-        check_rules(self, ((lambda s: _credit_conflict(s, objective), "{v}"),))
+        refuse(_credit_conflicts(self, objective))
         if self.credit == "branches":
             return replace(objective, advantage="given", advantage_options={})
         return replace(objective, advantage="steps", advantage_options={"scale": "group", "ddof": 0})
@@ -110,7 +111,8 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
         `renewed` says that the references of a reward are.
         """
         capabilities, name = reward.capabilities, f"objective.algorithm={self.algorithm}"
-        is_par = self.is_policy_gradient and self.build(length=1).advantage == "par"
+        advantage = self.build(length=1).advantage if self.is_policy_gradient else None
+        is_par = advantage == "par"
         if is_par and (capabilities.needs_group or capabilities.needs_batch):
             raise UserError(
                 f"{name} compares each reward with that of an image of the reference, and "
@@ -127,12 +129,10 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
                 )
                 + ", or take objective.algorithm=flow_grpo."
             )
-        if not (bounds := reward.capabilities.constraints):
+        if not (bounds := capabilities.constraints):
             return
         row = self.regression
-        by_term = row is not None and row.signal in MATRIX_SIGNALS
-        if self.is_policy_gradient:
-            by_term = self.build(length=1).advantage in MATRIX_ADVANTAGES
+        by_term = advantage in MATRIX_ADVANTAGES or (row is not None and row.signal in MATRIX_SIGNALS)
         reasons = {
             f"{name} follows the rewards' own gradients": self.ascent is not None,
             f"objective.balance_every={self.balance_every} weighs them": self.balance_every is not None,
@@ -157,55 +157,42 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
             )
 
 
-def _credit_conflict(s: DiffusionObjectiveSettings, objective: Objective) -> str:
-    """Describe why an objective cannot have an advantage of each step; "" where it can."""
+def _credit_conflicts(s: DiffusionObjectiveSettings, objective: Objective) -> Iterator[str]:
     if objective.advantage != "group" or s.balance_every is not None or objective.kl_in_reward:
-        return (
-            f"objective.credit is {s.credit!r}, which computes an advantage of each step. It needs "
-            "advantage='group', kl_in_reward=0 and objective.balance_every=null, as in flow_grpo; else set "
-            "objective.credit=image."
+        yield (
+            f"objective.credit is {s.credit!r}, which computes an advantage of each step. It needs advantage='group', "
+            "kl_in_reward=0 and objective.balance_every=null, as in flow_grpo; else set objective.credit=image."
         )
     if s.credit == "branches" and couples_decisions(objective):
-        return (
-            "objective.credit='branches' trains shared steps once, and "
-            f"objective.algorithm={s.algorithm} joins the steps of an image. Take flow_grpo, grpo_guard or "
-            "grpo."
+        yield (
+            f"objective.credit='branches' trains shared steps once, and objective.algorithm={s.algorithm} joins the "
+            "steps of an image. Take flow_grpo, grpo_guard or grpo."
         )
-    return ""
 
 
-def _log_prob_setting(s: DiffusionObjectiveSettings) -> tuple[str, str] | None:
-    """Name a setting that an algorithm without log-probs of stochastic steps would ignore, and its default."""
-    if s.is_policy_gradient:
-        return None
-    changed = [(name, "null") for name in ("ratio_bound", "metric", "step_weights") if getattr(s, name) is not None]
-    return (changed + ([("credit", "image")] if s.credit != "image" else []) or [None])[0]
-
-
-OBJECTIVE_RULES = (
-    (
-        lambda s: s.algorithm not in (*NAMED, *REGRESSIONS, *ASCENTS) and published_alternative(s.algorithm),
-        "objective: there is no algorithm {s.algorithm!r}. {v}",
-    ),
-    (
-        lambda s: s.experts and (s.regression is None or s.regression.anchor != "expert"),
-        "objective.experts is {s.experts}, and objective.algorithm={s.algorithm} has none. Set "
-        "objective.algorithm=opd, or objective.experts=null.",
-    ),
-    (
-        _log_prob_setting,
-        "objective.{v[0]} is for log-probs of steps, which objective.algorithm={s.algorithm} has not. Set "
-        "objective.{v[0]}={v[1]}, or take flow_grpo.",
-    ),
-    (
-        lambda s: s.ascent is not None and s.balance_every is not None,
-        "objective.balance_every is {s.balance_every}, and objective.algorithm={s.algorithm} adds the "
-        "rewards' own gradients, with objective.changes.normalise each of length one. Set "
-        "objective.balance_every=null.",
-    ),
-    (
-        lambda s: s.metric is not None and s.is_policy_gradient and s.build(length=1).advantage != "canon",
-        "objective.metric is {s.metric!r}, which splits groups with advantage='canon' only. Set "
-        "objective.algorithm=canon, or objective.metric=null.",
-    ),
-)
+def _broken_rules(s: DiffusionObjectiveSettings) -> Iterator[str]:
+    name = f"objective.algorithm={s.algorithm}"
+    if s.algorithm not in (*NAMED, *REGRESSIONS, *ASCENTS) and (other := published_alternative(s.algorithm)):
+        yield f"objective: there is no algorithm {s.algorithm!r}. {other}"
+    if s.experts and (s.regression is None or s.regression.anchor != "expert"):
+        yield (
+            f"objective.experts is {s.experts}, and {name} has none. Set objective.algorithm=opd, or "
+            "objective.experts=null."
+        )
+    if not s.is_policy_gradient:
+        defaults = {"ratio_bound": None, "metric": None, "step_weights": None, "credit": "image"}
+        for setting in (setting for setting, default in defaults.items() if getattr(s, setting) != default):
+            yield (
+                f"objective.{setting} is for log-probs of steps, which {name} has not. Set "
+                f"objective.{setting}={defaults[setting] or 'null'}, or take flow_grpo."
+            )
+    if s.ascent is not None and s.balance_every is not None:
+        yield (
+            f"objective.balance_every is {s.balance_every}, and {name} adds the rewards' own gradients, with "
+            "objective.changes.normalise each of length one. Set objective.balance_every=null."
+        )
+    if s.metric is not None and s.build(length=1).advantage != "canon":
+        yield (
+            f"objective.metric is {s.metric!r}, which splits groups with advantage='canon' only. Set "
+            "objective.algorithm=canon, or objective.metric=null."
+        )

@@ -29,7 +29,8 @@ import torch
 from torch import Tensor
 
 from visalign.core.groups.labels import Labels
-from visalign.settings import Count, Finite, check_rules, settings
+from visalign.errors import UserError
+from visalign.settings import Count, Finite, settings
 
 GROUP_COUNTS = ("rounds", "generated", "kept", "dropped_right", "dropped_wrong", "dropped_flat", "surplus")
 """Counts of `DynamicGroups` that are logged."""
@@ -49,16 +50,11 @@ class DynamicSettings:
     """Reward from which a sample is right; for the rule accuracy and the counts."""
 
     def __post_init__(self) -> None:
-        check_rules(self, DYNAMIC_RULES)
-
-
-DYNAMIC_RULES = (
-    (
-        lambda s: s.rule != "spread" and s.right_at is None,
-        "dynamic.rule={s.rule} asks which samples are right, and dynamic.right_at is null. Set it to the "
-        "reward of a right sample, for example 1.0.",
-    ),
-)
+        if self.rule != "spread" and self.right_at is None:
+            raise UserError(
+                f"dynamic.rule={self.rule} asks which samples are right, and dynamic.right_at is null. Set it to the "
+                "reward of a right sample, for example 1.0."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +105,7 @@ class DynamicGroups:
             outcome = self._outcome(rewards[index][present[index]])
             self.now.update(["generated", outcome])
             if outcome == "kept":
-                scored = ScoredGroup(label=label, index=index, valid=present[index], payload=payload)
-                self._pool.append(scored)
+                self._pool.append(ScoredGroup(label=label, index=index, valid=present[index], payload=payload))
 
     def take(self) -> list[ScoredGroup]:
         """Return the groups of the update, at most `wanted`, and begin the next one."""

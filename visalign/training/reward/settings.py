@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from pydantic import Field
 
 from visalign.errors import UserError, suggestion
-from visalign.settings import Count, Finite, NonNegative, Positive, Rules, Share, check_rules, settings
+from visalign.settings import Count, Finite, NonNegative, Positive, Share, refuse, settings
 from visalign.training.loop.optimizer import AdamWSettings
 
 
@@ -64,25 +65,21 @@ class BradleyTerrySettings(VotesSettings):
     """θ > 1 of rao_kupper (HPSv3: 5), ν > 0 of davidson."""
 
     def __post_init__(self) -> None:
-        check_rules(self, TIE_RULES)
+        refuse(_broken_tie_rules(self))
 
 
-TIE_RULES: Rules = (
-    (
-        lambda s: s.ties == "half" and s.tie_strength != 2.0,
-        "objective.tie_strength is {s.tie_strength}; objective.ties=half does not use it. Set rao_kupper or davidson.",
-    ),
-    (
-        lambda s: s.ties == "rao_kupper" and s.tie_strength <= 1,
-        "objective.tie_strength is {s.tie_strength}; for rao_kupper it must be above 1.",
-    ),
-    (
-        lambda s: s.ties != "half" and (s.margin, s.centre, s.displacement, s.sign, s.l2) != (0, 0, 1, 0, 0),
-        "objective.margin, centre, displacement, sign and l2 are of the plain loss, and objective.ties is {s.ties}; "
-        "leave them out, or set objective.ties=half.",
-    ),
-)
-"""A likelihood with ties has a strength and nothing of the plain loss."""
+def _broken_tie_rules(s: BradleyTerrySettings) -> Iterator[str]:
+    """Yield messages: a likelihood with ties has a strength and nothing of the plain loss."""
+    strength = f"objective.tie_strength is {s.tie_strength}"
+    if s.ties == "half" and s.tie_strength != 2.0:
+        yield f"{strength}; objective.ties=half does not use it. Set rao_kupper or davidson."
+    if s.ties == "rao_kupper" and s.tie_strength <= 1:
+        yield f"{strength}; for rao_kupper it must be above 1."
+    if s.ties != "half" and (s.margin, s.centre, s.displacement, s.sign, s.l2) != (0, 0, 1, 0, 0):
+        yield (
+            "objective.margin, centre, displacement, sign and l2 are of the plain loss, and objective.ties is "
+            f"{s.ties}; leave them out, or set objective.ties=half."
+        )
 
 
 @settings("objective")

@@ -10,7 +10,7 @@ a label of its own that moves once per visit; checkpoints hold the labels.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal
 
@@ -27,7 +27,7 @@ from visalign.core.preference.direct import (
     kto_loss,
     kto_reference_point,
 )
-from visalign.settings import Finite, NonNegative, Positive, Share, check_rules, settings
+from visalign.settings import Finite, NonNegative, Positive, Share, refuse, settings
 from visalign.text import TextPolicy, TextRollout
 from visalign.training.loop.algorithm import Collected, Context
 from visalign.training.loop.processes import get_accelerator, synced_last
@@ -69,7 +69,7 @@ class DPOSettings:
     """λ_U of kto."""
 
     def __post_init__(self) -> None:
-        check_rules(self, DPO_RULES)
+        refuse(_broken_rules(self))
 
     @property
     def votes(self) -> bool:
@@ -82,8 +82,7 @@ class DPOSettings:
         return ("completion", "mismatched") if self.votes else ("chosen", "rejected")
 
 
-def _unread_option(s: DPOSettings) -> str:
-    """Name an option that was set although the loss does not read it."""
+def _broken_rules(s: DPOSettings) -> Iterator[str]:
     row = DIRECT[s.row]
     read = {
         "gamma": not s.votes,
@@ -94,18 +93,13 @@ def _unread_option(s: DPOSettings) -> str:
         "undesirable_weight": s.votes,
     }
     defaults = {item.name: item.default for item in fields(DPOSettings)}
-    changed = (name for name, is_read in read.items() if not is_read and getattr(s, name) != defaults[name])
-    return next(changed, "")
-
-
-DPO_RULES = (
-    (_unread_option, "loss.{v} is set, and loss.row={s.row} does not read it. Leave it out."),
-    (
-        lambda s: s.row == "robust" and not s.label_smoothing,
-        "loss.row=robust without label_smoothing is sigmoid. Give the share of wrong labels, for example "
-        "0.1, or use sigmoid.",
-    ),
-)
+    for name in (name for name, is_read in read.items() if not is_read and getattr(s, name) != defaults[name]):
+        yield f"loss.{name} is set, and loss.row={s.row} does not read it. Leave it out."
+    if s.row == "robust" and not s.label_smoothing:
+        yield (
+            "loss.row=robust without label_smoothing is sigmoid. Give the share of wrong labels, for example 0.1, or "
+            "use sigmoid."
+        )
 
 
 @dataclass(frozen=True)

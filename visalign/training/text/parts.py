@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from visalign.core import Objective
 from visalign.core.objective.stages import ADVANTAGES
-from visalign.errors import UserError
+from visalign.settings import refuse
 from visalign.text import Prompt, Sampling, StoppingCriteria, TextPolicy, TextRollout
 from visalign.text.steps import StepRewards
 from visalign.training.loop.judging import RewardScorer
@@ -124,43 +124,24 @@ def check_parts(parts: TextParts, *, name: str, dynamic: bool) -> None:
     head = getattr(policy, "value_head", None) if no_model else getattr(parts.value_model, "head", None)
     critics = getattr(getattr(head, "linear", None), "out_features", 1)
     algorithm = f"objective.algorithm={name}"
-    rules = (
-        (
-            "temperature" in objective.advantage_options and critics < 2,
-            f"{algorithm} takes the soft minimum of several critics, and there is one. Set model.critics=2, "
-            "or use 'ppo'.",
+    problems = {
+        f"{algorithm} takes the soft minimum of several critics, and there is one. Set model.critics=2, or use "
+        "'ppo'.": "temperature" in objective.advantage_options and critics < 2,
+        f"{algorithm} clips the value (value_clip {objective.value_clip}), which is one number for {critics} critics. "
+        "Set objective.changes={value_clip: null}, or use 'safe'.": critics > 1 and objective.value_clip is not None,
+        f"{algorithm} adds rewards of single tokens to those of completions, and none are given. Set latent_flow={{}} "
+        "(RLFR), or process.model to a process reward model.": parts.process is None and "process_reward" in needs,
+        f"{algorithm} has one advantage per completion (advantage {objective.advantage}), so rewards of single steps "
+        f"(process, latent_flow) have no place in it. Use an advantage of {', '.join(PER_DECISION)} (the last two are "
+        "the algorithms grpo_process and rlfr), or process_reward in rewards.terms.": (
+            parts.process is not None and objective.advantage not in PER_DECISION
         ),
-        (
-            critics > 1 and objective.value_clip is not None,
-            f"{algorithm} clips the value (value_clip {objective.value_clip}), which is one number for "
-            f"{critics} critics. Set objective.changes={{value_clip: null}}, or use 'safe'.",
-        ),
-        (
-            parts.process is None and "process_reward" in needs,
-            f"{algorithm} adds rewards of single tokens to those of completions, and none are given. Set "
-            "latent_flow={} (RLFR), or process.model to a process reward model.",
-        ),
-        (
-            parts.process is not None and objective.advantage not in PER_DECISION,
-            f"{algorithm} has one advantage per completion (advantage {objective.advantage}), so rewards of "
-            "single steps (process, latent_flow) have no place in it. Use an advantage of "
-            f"{', '.join(PER_DECISION)} (the last two are the algorithms grpo_process and rlfr), or process_reward in "
-            "rewards.terms.",
-        ),
-        (
-            rollout.routing_replay and bool(objective.ptx),
-            "rollout.routing_replay goes without demonstrations (ptx), whose tokens were never routed. Leave "
-            "one of the two out.",
-        ),
-        (rollout.staleness > 0 and objective.importance_sampling is None, stale_message(name)),
-        (
-            rollout.staleness > 0 and dynamic,
-            "rollout.staleness=1 draws completions before the last ones are scored, and dynamic.enabled "
-            "decides by scores how many there are. Leave one of the two out.",
-        ),
-    )
-    for broken, message in rules:
-        if broken:
-            raise UserError(message)
+        "rollout.routing_replay goes without demonstrations (ptx), whose tokens were never routed. Leave one of the "
+        "two out.": rollout.routing_replay and bool(objective.ptx),
+        stale_message(name): rollout.staleness > 0 and objective.importance_sampling is None,
+        "rollout.staleness=1 draws completions before the last ones are scored, and dynamic.enabled decides by scores "
+        "how many there are. Leave one of the two out.": rollout.staleness > 0 and dynamic,
+    }
+    refuse(message for message, is_broken in problems.items() if is_broken)
     if rollout.routing_replay:
         getattr(policy, "check_routes", lambda: None)()

@@ -12,7 +12,7 @@ from pydantic import Field
 from visalign.core import Objective
 from visalign.dotted_path import import_by_path
 from visalign.errors import UserError
-from visalign.settings import Count, Natural, Positive, PositiveShare, Share, check_rules, settings
+from visalign.settings import Count, Natural, Positive, PositiveShare, Share, settings
 from visalign.text import Sampling, StoppingCriteria
 from visalign.text.calculator import calculator
 from visalign.text.tool_calls import Tool, ToolFormat, ToolUse
@@ -237,23 +237,14 @@ class TextObjectiveSettings(ObjectiveSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check("tokens", ["metric"])
-        check_rules(self, OBJECTIVE_RULES)
-
-
-def _unread_setting(s: TextObjectiveSettings) -> str:
-    """Name a setting, and the one algorithm that reads it, where another one is chosen."""
-    objective = s.build(length=1)
-    read = {
-        "metric of canon": s.metric is None or objective.advantage == "canon",
-        "kl_threshold of safe": s.kl_threshold is None or s.algorithm == "safe",
-        "target_kl of ppo_kl": s.target_kl is None or objective.surrogate == "ppo_kl",
-    }
-    return next((name for name, is_read in read.items() if not is_read), "")
-
-
-OBJECTIVE_RULES = (
-    (
-        _unread_setting,
-        "objective.algorithm={s.algorithm} does not read objective.{v}. Take that algorithm, or leave it out.",
-    ),
-)
+        objective = self.build(length=1)
+        read = {
+            "metric of canon": self.metric is None or objective.advantage == "canon",
+            "kl_threshold of safe": self.kl_threshold is None or self.algorithm == "safe",
+            "target_kl of ppo_kl": self.target_kl is None or objective.surrogate == "ppo_kl",
+        }
+        if unread := next((name for name, is_read in read.items() if not is_read), None):
+            raise UserError(
+                f"objective.algorithm={self.algorithm} does not read objective.{unread}. Take that algorithm, or "
+                "leave it out."
+            )
