@@ -276,9 +276,8 @@ Prediction = Literal["velocity", "epsilon", "v", "x0"]
 class DiffusionPolicy(Protocol):
     """A text-to-image or text-to-video model as the algorithms see it.
 
-    The algorithms work on the flow x_σ = (1 − σ) x0 + σ ε with the velocity v = dx/dσ = ε − x0. A model
-    trained on another path declares its `prediction`, and its `velocity` converts by
-    `visalign.flow.parametrization`.
+    The algorithms work on the flow x_σ = (1 − σ) x0 + σ ε with the velocity v = dx/dσ = ε − x0. A model trained on
+    another path declares its `prediction`, and its `velocity` converts by `visalign.flow.parametrization`.
 
     Optional members: `encode_images(images)`, the inverse of `decode`, for learning from stored images: clean
     latents [B, ...] in the storage dtype of B images [3, h, w] in [0, 1] of any size. `image_size` in pixels

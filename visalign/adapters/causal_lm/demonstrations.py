@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Demonstrations (prompts with completions): as a rollout, in batches, and how long they are for a model.
 
-Supervised fine-tuning, PPO-ptx and direct preference optimisation learn from them. A completion that ran
-tools has the spans of characters that they wrote beside it (`tool_answers_field`); those are read and not
-learnt.
+Supervised fine-tuning, PPO-ptx and direct preference optimisation learn from them. A completion that ran tools has the
+spans of characters that they wrote beside it (`tool_answers_field`); those are read and not learnt.
 """
 
 from __future__ import annotations
@@ -199,7 +198,6 @@ def with_mismatched(policy: CausalLMPolicy, records: Sequence[Record]) -> list[d
         if not unmatched:
             return mismatched
     raise UserError(
-        f"Record {unmatched[0]} of {count} has no completion of another prompt that the model could read "
-        "behind its own prompt, and the reference point of KTO is measured on such. Give completions to "
-        "several prompts."
+        f"Record {unmatched[0]} of {count} has no completion of another prompt that the model could read behind its "
+        "own prompt, and the reference point of KTO is measured on such. Give completions to several prompts."
     )

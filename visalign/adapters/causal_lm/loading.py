@@ -124,7 +124,6 @@ def check_causal_lm(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
     size = embedding.weight.shape[0]
     if len(tokenizer) > size:
         raise UserError(
-            f"The tokenizer has {len(tokenizer)} tokens and the model {size}: ids from {size} on have no "
-            "embedding. Use the tokenizer that belongs to the model, or call "
-            "model.resize_token_embeddings(len(tokenizer)) first."
+            f"The tokenizer has {len(tokenizer)} tokens and the model {size}: ids from {size} on have no embedding. "
+            "Use the tokenizer that belongs to the model, or call model.resize_token_embeddings(len(tokenizer)) first."
         )

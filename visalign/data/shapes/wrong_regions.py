@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pixels of a shapes image that break its prompt: truth for judges that point at faults.
 
-An object is to blame if the verifier's score rises when this object alone is taken away, made into something
-that the prompt asks for, or moved. Of three circles where two are asked for each is to blame; of a missing
-object no pixel is.
+An object is to blame if the verifier's score rises when this object alone is taken away, made into something that the
+prompt asks for, or moved. Of three circles where two are asked for each is to blame; of a missing object no pixel is.
 """
 
 from __future__ import annotations

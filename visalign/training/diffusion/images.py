@@ -76,13 +76,13 @@ class ImageAlgorithm(Algorithm):
 
     A subclass defines `setup`, which runs at the end of `__init__` and sets `module`, the trained function.
 
-    The reward scores one image at a time, and gets the prompt records, each with "prompt", as metadata.
-    `strata` and `cycle` are those of `PromptSampler`; `sharding` divides the network, its gradients and
-    AdamW's moments among the processes (FSDP2); `features` measure the diversity of a group. `stored` encodes
-    stored images that replace samples. Each prompt record then has under "candidates" a record for each of
-    the G samples of its group, merged into it. `dynamic` replaces groups without signal by new ones, and
-    `references` are reference images that the reward compares with. `self_imitation` replays images that beat
-    their group. `keep_images` gets a name, the images and the records of what is sampled.
+    The reward scores one image at a time, and gets the prompt records, each with "prompt", as metadata. `strata` and
+    `cycle` are those of `PromptSampler`; `sharding` divides the network, its gradients and AdamW's moments among the
+    processes (FSDP2); `features` measure the diversity of a group. `stored` encodes stored images that replace
+    samples. Each prompt record then has under "candidates" a record for each of the G samples of its group, merged
+    into it. `dynamic` replaces groups without signal by new ones, and `references` are reference images that the
+    reward compares with. `self_imitation` replays images that beat their group. `keep_images` gets a name, the images
+    and the records of what is sampled.
     """
 
     algorithms: ClassVar[Mapping[str, Any]] = NAMED  # Values of `objective.algorithm` that this class trains

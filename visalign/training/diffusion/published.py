@@ -71,9 +71,8 @@ PUBLISHED: dict[str, tuple[str, str]] = {
     "rwr": ("objective.algorithm=reward_weighted", "arXiv 2302.12192"),
     "dpo": (
         "objective.algorithm=diffusion_dpo",
-        "Diffusion-DPO, arXiv 2311.12908, of stored pairs with data.pairs=FILE rollout.group_size=2, else "
-        "online; `sd35_diffusion_dpo` is a whole configuration; online_dpo is DPO on log-probs of "
-        "steps",
+        "Diffusion-DPO, arXiv 2311.12908, of stored pairs with data.pairs=FILE rollout.group_size=2, else online; "
+        "`sd35_diffusion_dpo` is a whole configuration; online_dpo is DPO on log-probs of steps",
     ),
     "best_of_n": (
         "objective.algorithm=rejection objective.changes.signal_options.share=0.01",

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train a diffusion policy through the reward's own gradient: ReFL, DRaFT-K, DRaFT-LV, R0's normalization.
 
-The algorithms are `ASCENTS`. They need a reward that is differentiable in the pixels; no groups, no
-log-probs, no noise on the way. They exploit flaws of a reward quickly: watch held-out rewards that are not
-trained on.
+The algorithms are `ASCENTS`. They need a reward that is differentiable in the pixels; no groups, no log-probs, no
+noise on the way. They exploit flaws of a reward quickly: watch held-out rewards that are not trained on.
 
 Deliberate differences from the published code:
 * under guidance the unconditional half carries no gradient, as in every other training here;

@@ -11,10 +11,9 @@ has advantage zero; the more of them there are, the fewer samples an update lear
             groups.feed(labels, rewards, valid, payload=samples)
         update(groups.take())
 
-With several processes each feeds the rewards of all and its own payload: all decide alike. An update takes
-the first groups that carry signal, in the order they were fed, since taking whatever finishes first would
-favour short samples; groups beyond `wanted` are dropped, as in verl's recipe. When the rounds are used up it
-takes the groups there are.
+With several processes each feeds the rewards of all and its own payload: all decide alike. An update takes the first
+groups that carry signal, in the order they were fed, since taking whatever finishes first would favour short samples;
+groups beyond `wanted` are dropped, as in verl's recipe. When the rounds are used up it takes the groups there are.
 """
 
 from __future__ import annotations

@@ -191,9 +191,8 @@ class TrainedWeights:
         if saved != current:
             differing = sorted(saved.items() ^ current.items())[:4]
             raise CheckpointError(
-                f"the checkpoint of step {loaded.step} has other trained parameters than the model, for "
-                f"example {differing}: the model folder has changed. Resume with the model that the run "
-                "started with."
+                f"the checkpoint of step {loaded.step} has other trained parameters than the model, for example "
+                f"{differing}: the model folder has changed. Resume with the model that the run started with."
             )
         for name, master in self.masters:
             master.copy_(distribute_like(weights[name], master))

@@ -43,9 +43,8 @@ def check_whole_groups(prompts_per_iteration: int, world: int) -> None:
     """Refuse processes that would split a group, whose samples could then not be compared."""
     if prompts_per_iteration % world:
         raise UserError(
-            f"rollout.prompts_per_iteration is {prompts_per_iteration} and there are {world} processes: some "
-            f"group would be spread over two, and its samples could not be compared. Use a multiple of "
-            f"{world}."
+            f"rollout.prompts_per_iteration is {prompts_per_iteration} and there are {world} processes: some group "
+            f"would be spread over two, and its samples could not be compared. Use a multiple of {world}."
         )
 
 

@@ -41,9 +41,8 @@ class RewardBalance:
             )
         if not 2 <= len(self.labels) <= MAX_REWARDS:
             raise UserError(
-                f"objective.balance_every is {every}, and rewards.terms has {len(self.labels)} terms of a "
-                f"weight above 0 ({', '.join(self.labels)}). Give 2 to {MAX_REWARDS}, or set "
-                "objective.balance_every=null."
+                f"objective.balance_every is {every}, and rewards.terms has {len(self.labels)} terms of a weight "
+                f"above 0 ({', '.join(self.labels)}). Give 2 to {MAX_REWARDS}, or set objective.balance_every=null."
             )
 
     def weights(self, run: Context) -> list[float]:

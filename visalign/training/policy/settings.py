@@ -94,9 +94,8 @@ class ObjectiveSettings:
         if objective.kl_in_reward or squares:
             reason = "whose loss squares the advantage" if squares else "with kl_in_reward"
             raise UserError(
-                f"objective.balance_every is {self.balance_every}, and objective.algorithm={self.algorithm} "
-                f"{reason} is no sum over the rewards. Take 'grpo' with kl_in_reward=0, or set "
-                "objective.balance_every=null."
+                f"objective.balance_every is {self.balance_every}, and objective.algorithm={self.algorithm} {reason} "
+                "is no sum over the rewards. Take 'grpo' with kl_in_reward=0, or set objective.balance_every=null."
             )
         return replace(objective, advantage="normalise_then_sum", advantage_options={"ddof": 0})
 
@@ -104,10 +103,9 @@ class ObjectiveSettings:
         """Refuse an algorithm whose loss does not add up over several advantages."""
         if value not in (required, "normalise_then_sum"):
             raise UserError(
-                f"objective.balance_every is {self.balance_every}, and objective.algorithm={self.algorithm} "
-                f"has {field}={value!r}: it weighs advantages, {field}={required!r}. Take flow_grpo, "
-                "diffusion_nft or awm of images, grpo, gspo or dapo of texts, or set "
-                "objective.balance_every=null."
+                f"objective.balance_every is {self.balance_every}, and objective.algorithm={self.algorithm} has "
+                f"{field}={value!r}: it weighs advantages, {field}={required!r}. Take flow_grpo, diffusion_nft or awm "
+                "of images, grpo, gspo or dapo of texts, or set objective.balance_every=null."
             )
 
     def check(self, decisions: Decisions, available: Sequence[str] = ()) -> None:

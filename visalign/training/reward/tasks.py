@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Losses of reward training: one entry of `TASKS` per task, from a model's outputs on a batch to a loss.
 
-A batch holds M rows (an image with its prompt, or a request), and labels on rows or on pairs of rows. The
-outputs are a mapping of tensors: "value" [M] always, "log_std" [M], "cosines" and others where the task needs
-them.
+A batch holds M rows (an image with its prompt, or a request), and labels on rows or on pairs of rows. The outputs are
+a mapping of tensors: "value" [M] always, "log_std" [M], "cosines" and others where the task needs them.
 """
 
 from __future__ import annotations

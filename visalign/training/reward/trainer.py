@@ -72,9 +72,8 @@ class RewardModeling(Algorithm):
         for name, parameter in self.parameters():
             if id(parameter) not in ids:
                 raise UserError(
-                    f"sharding cannot divide {name}, which {type(self.judge).__name__} holds outside a torch "
-                    "module. Give a model that is a module or has all its weights in `module`, or leave "
-                    "sharding out."
+                    f"sharding cannot divide {name}, which {type(self.judge).__name__} holds outside a torch module. "
+                    "Give a model that is a module or has all its weights in `module`, or leave sharding out."
                 )
         return network
 

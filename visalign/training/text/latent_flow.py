@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """RLFR: a flow over the hidden states of right completions penalises tokens that deviate from it.
 
-For each of some depths a small network v(x_t, t) learns to carry noise ε to the states h of right
-completions, x_t = (1 − t) ε + t h. A token's deviation (`flow_deviation`, the mean of the depths) becomes its
-reward (`flow_rewards`).
+For each of some depths a small network v(x_t, t) learns to carry noise ε to the states h of right completions, x_t =
+(1 − t) ε + t h. A token's deviation (`flow_deviation`, the mean of the depths) becomes its reward (`flow_rewards`).
 
 Deviations from arXiv 2510.10201, as far as it is known here: the flow starts untrained, learns from the run's
 own right completions alone, and penalises nothing during `warmup`; states are those of the reference model,

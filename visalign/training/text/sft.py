@@ -2,9 +2,8 @@
 """Supervised fine-tuning on demonstrations: a cold start before reinforcement learning.
 
 The loss of an optimizer step is the mean of −log π over the completions' tokens of its whole batch, so that a
-micro-batch size changes memory and nothing else. (Loops that average the means of micro-batches weight the
-tokens of short completions more.) Update n learns batch n of the stream, so a resumed run equals an
-uninterrupted one.
+micro-batch size changes memory and nothing else. (Loops that average the means of micro-batches weight the tokens of
+short completions more.) Update n learns batch n of the stream, so a resumed run equals an uninterrupted one.
 """
 
 from __future__ import annotations
