@@ -28,7 +28,6 @@ from visalign.data.shapes.render import render
 from visalign.data.shapes.scenes import SIZE, Scene, sample_scene
 from visalign.data.shapes.surroundings import surround
 from visalign.data.shapes.verifier import verify_scene
-from visalign.data.shapes.wrong_regions import wrong_pixels
 from visalign.evaluation.statistics.correlations import srcc
 from visalign.evaluation.statistics.selective import auroc
 from visalign.rewards.heie.heads import HeieHeads, HeieSettings, View, compute_views, draw_maps, map_losses, pooled
@@ -39,6 +38,7 @@ from visalign.rewards.vlm.template import JudgeSettings
 
 from .heatmaps import THRESHOLD, heatmap_quality, laplace_coverage
 from .stage import SURROUNDINGS, Plan
+from .wrong_regions import wrong_pixels
 
 CHUNK = 200
 """Images whose features are in memory at once."""

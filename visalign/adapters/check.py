@@ -89,7 +89,8 @@ def check_members(policy: Any) -> None:
     shape, predictions = policy.latent_shape, get_args(Prediction)
     is_shape = isinstance(shape, tuple) and shape and all(isinstance(n, int) and n > 0 for n in shape)
     rules = {
-        f"latents: latent_shape is {shape!r}. Make it positive integers, those that follow B: (C, H, W).": is_shape,
+        f"latents: latent_shape is {shape!r}. Make it a tuple of positive integers: what follows B, (C, H, "
+        "W).": is_shape,
         f"latents: storage_dtype is {policy.storage_dtype}. Make it a floating dtype.": (
             policy.storage_dtype.is_floating_point
         ),

@@ -11,10 +11,10 @@ import torch
 
 from assets.build.heatmaps import heatmap_quality
 from assets.build.heie import HeieData, pooled, train_heads
+from assets.build.wrong_regions import find_wrong_objects, wrong_pixels
 from tests.support.judges.vision_language import PROMPTS, ask_text, given, images, tiny_engine, why
 from visalign.data.shapes.prompts import parse_prompt
 from visalign.data.shapes.scenes import Scene, SceneObject
-from visalign.data.shapes.wrong_regions import find_wrong_objects, wrong_pixels
 from visalign.evaluation.statistics.selective import auroc
 from visalign.rewards import RewardError, check_reward
 from visalign.rewards.heie.heads import (

@@ -11,7 +11,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +19,20 @@ from torch import Tensor, nn
 
 from visalign.adapters.lora import LoraSettings
 from visalign.adapters.model_folder import explain_damage, pipeline_index
-from visalign.adapters.offload import AUTOENCODER, ENCODERS, on_device, place
+from visalign.adapters.offload import ENCODERS, place
 from visalign.adapters.single_file import model_source
 from visalign.adapters.weights import TrainedWeights
-from visalign.atomic import umask_permissions
 from visalign.errors import UserError
 from visalign.flow.parametrization import preserving_scale, velocity_of_prediction
 from visalign.interfaces import Condition, ForwardCount, Prediction
 
 from .arguments import checked_source, known_family
+from .base import DiffusersPolicy
 from .call import PipelineCall
 from .condition import Encoded, PipelineCondition, check_condition, lengths, source_key
-from .encoding import ImageEncoder
 from .guidance import Halves
 from .loading import load_pipeline
-from .lora import LoraPaths, load_lora, make_trainable, save_lora, start_from_loras
+from .lora import LoraPaths, make_trainable, start_from_loras
 from .modular import load_modular
 from .quantization import dtype_of, quantization_of
 from .schedulers import time_of
@@ -42,7 +40,7 @@ from .schedulers import time_of
 FINE = 1000  # steps of the schedule between whose levels times are interpolated
 
 
-class PipelinePolicy:
+class PipelinePolicy(DiffusersPolicy):
     """A diffusers pipeline as the algorithms see it; see `visalign.interfaces.DiffusionPolicy`.
 
     With LoRA the network is frozen but for float32 adapters, and the reference is the model without them (or,
@@ -155,29 +153,10 @@ class PipelinePolicy:
         """Return True if a velocity needs two halves."""
         return self._call.guided
 
-    @property
-    def image_size(self) -> int | tuple[int, int] | None:
-        """Image size as passed; setting it changes `latent_shape` and `sigmas`, and encoded conditions are void."""
-        return self._image_size
-
-    @image_size.setter
-    def image_size(self, size: int | tuple[int, int] | None) -> None:
-        if size == self._image_size:
-            return
+    def _resize(self, size: int | tuple[int, int] | None) -> None:
         self._call.resize(size)
-        self._image_size, self.latent_shape, self._times = size, self._call.latent_shape, {}
+        self.latent_shape, self._times = self._call.latent_shape, {}
         self._fine = self._own_schedule(FINE if self.prediction == "velocity" else 1)
-        self.__dict__.pop("_encoder", None)  # what it measured was of the other size
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the network."""
-        return next(iter(self.networks.values())).device
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """The dtype of the network's matrix products."""
-        return self.autocast or dtype_of(next(iter(self.networks.values())))
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str | Mapping[str, Any]]) -> PipelineCondition:
@@ -269,40 +248,8 @@ class PipelinePolicy:
         """Images [B, 3, H, W], or videos [B, F, 3, H, W], float32 in [0, 1]."""
         return self._call.frames(latents, self.decode_batch)
 
-    def encode_images(self, images: Sequence[Tensor]) -> Tensor:
-        """Encode B images [3, h, w] in [0, 1] of any size, see `ImageEncoder`; `decode` is the inverse."""
-        with on_device(self.pipe, AUTOENCODER, self.device):
-            return self._encoder(images)
-
-    @cached_property
-    def _encoder(self) -> ImageEncoder:
-        return ImageEncoder(self)
-
-    def reference(self) -> AbstractContextManager[None]:
-        """Restore the model from before training inside the block; nestable. Call backward outside."""
-        return self._trained.reference()
-
-    def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Names and parameters that the optimizer moves, in the order of the network."""
-        return self._trained.named()
-
-    def save(self, folder: Path) -> None:
-        """Write what was trained, in float32: a LoRA as `save_lora` does, or else the whole pipeline as diffusers."""
-        if self.lora is not None:
-            save_lora(type(self.pipe), self.networks, Path(folder), self._start)
-        else:
-            with self._call.handed_back():
-                self.pipe.save_pretrained(folder)
-        umask_permissions(Path(folder))
-
-    def load(self, folder: Path) -> None:
-        """Read into this policy what `save` of an equally built one wrote; the reference stays what it was."""
-        if self.lora is not None:
-            load_lora(self.networks, Path(folder))
-            return
-        for part, network in self.networks.items():
-            saved = type(network).from_pretrained(folder, subfolder=part, dtype=self.storage_dtype)
-            network.load_state_dict(saved.state_dict())
+    def _own_parts(self) -> AbstractContextManager[None]:
+        return self._call.handed_back()
 
     @torch.no_grad()
     def _own_schedule(self, steps: int) -> tuple[Tensor, Tensor]:

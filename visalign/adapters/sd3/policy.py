@@ -9,8 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +21,15 @@ from torch import Tensor, nn
 from visalign.adapters.lora import LoraSettings
 from visalign.adapters.model_folder import pipeline_index
 from visalign.adapters.offload import AUTOENCODER, on_device
+from visalign.adapters.pipeline.base import DiffusersPolicy
 from visalign.adapters.pipeline.condition import check_condition
-from visalign.adapters.pipeline.encoding import ImageEncoder
 from visalign.adapters.pipeline.families import SD3_ATTENTION
 from visalign.adapters.pipeline.loading import load_pipeline
-from visalign.adapters.pipeline.lora import LoraPaths, add_lora, load_lora, save_lora, start_from_loras
+from visalign.adapters.pipeline.lora import LoraPaths, add_lora, start_from_loras
 from visalign.adapters.pipeline.quantization import quantization_of
 from visalign.adapters.single_file import model_source
 from visalign.adapters.speed import gradient_mode
 from visalign.adapters.weights import TrainedWeights
-from visalign.atomic import umask_permissions
 from visalign.errors import UserError
 from visalign.flow.schedules import timestep_sigmas
 from visalign.interfaces import Condition, ForwardCount, Prediction
@@ -44,7 +42,7 @@ REQUIRED_PARTS = "transformer vae scheduler text_encoder text_encoder_2 tokenize
 T5_PARTS = ("text_encoder_3", "tokenizer_3")
 
 
-class SD3Policy:
+class SD3Policy(DiffusersPolicy):
     """An SD3 pipeline as the algorithms see it; see `visalign.interfaces.DiffusionPolicy`.
 
     Sampling with `velocity`, `sigmas` and Euler steps gives the images of `pipe(...)` at the same start
@@ -83,6 +81,7 @@ class SD3Policy:
             raise UserError(f"guidance is {guidance}; it must be at least 1, and 1 switches guidance off.")
         self.pipe = pipe
         self.transformer = pipe.transformer
+        self.networks = {"transformer": self.transformer}
         self.guidance = float(guidance)
         self._start = None if lora_path is None else start_from_loras(pipe, ["transformer"], lora_path, lora)
         lora = lora if self._start is None else self._start.settings
@@ -105,7 +104,7 @@ class SD3Policy:
         if self._lora_layers is None:
             self.transformer.requires_grad_(True)
         if self._start is not None:
-            self._start.fill({"transformer": self.transformer})
+            self._start.fill(self.networks)
         self._trained = TrainedWeights(self.transformer, None if self._start else self._lora_layers)
         self.forward_count = ForwardCount()  # Since the start, in latents; with backward if they carry gradient
 
@@ -156,26 +155,8 @@ class SD3Policy:
         """The transformer, never wrapped: `visalign.training` wraps the replay that calls it."""
         return self.transformer
 
-    @property
-    def image_size(self) -> int | tuple[int, int] | None:
-        """Image size as passed to the constructor; setting it changes `latent_shape` and `sigmas`."""
-        return self._image_size
-
-    @image_size.setter
-    def image_size(self, size: int | tuple[int, int] | None) -> None:
+    def _resize(self, size: int | tuple[int, int] | None) -> None:
         self.latent_shape = _latent_shape(self.pipe, size)
-        self._image_size = size
-        self.__dict__.pop("_encoder", None)  # what it measured was of the other size
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the transformer."""
-        return self.transformer.device
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """The dtype of the transformer's matrix products."""
-        return self.autocast or self.transformer.dtype
 
     def encode(self, prompts: Sequence[str]) -> SD3Condition:
         """Encode B prompts, each unique one once, in order of first appearance, without gradient."""
@@ -219,15 +200,6 @@ class SD3Policy:
                 images.append(vae.decode(scaled, return_dict=False)[0].float())
         return (torch.cat(images) / 2 + 0.5).clamp(0, 1).contiguous()
 
-    def encode_images(self, images: Sequence[Tensor]) -> Tensor:
-        """Encode B images [3, h, w] in [0, 1] of any size, see `ImageEncoder`; `decode` is the inverse."""
-        with on_device(self.pipe, AUTOENCODER, self.device):
-            return self._encoder(images)
-
-    @cached_property
-    def _encoder(self) -> ImageEncoder:
-        return ImageEncoder(self)
-
     def sigmas(self, steps: int, *, timestep_schedule: str = "diffusers") -> Tensor:
         """The timestep schedule [steps + 1], float32, from 1 down to 0: "diffusers" is what the pipeline's
         scheduler uses (shift applied twice); "plain" applies it once.
@@ -250,32 +222,6 @@ class SD3Policy:
         scheduler = copy.deepcopy(scheduler)
         scheduler.set_timesteps(steps, device="cpu", **dynamic)
         return torch.as_tensor(scheduler.sigmas, dtype=torch.float32)
-
-    def reference(self) -> AbstractContextManager[None]:
-        """Restore the model from before training inside the block; nestable. Call backward outside."""
-        return self._trained.reference()
-
-    def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Names and parameters that the optimizer moves, in the order of the transformer."""
-        return self._trained.named()
-
-    def save(self, folder: Path) -> None:
-        """Write what was trained, in float32: with LoRA the file that `pipe.load_lora_weights(folder)` reads; without,
-        the whole pipeline as `pipe.save_pretrained` does (SD3.5 with T5: 21 GB, the transformer 10 of it).
-        """
-        if self.lora is not None:
-            save_lora(type(self.pipe), {"transformer": self.transformer}, Path(folder), self._start)
-        else:
-            self.pipe.save_pretrained(folder)
-        umask_permissions(Path(folder))
-
-    def load(self, folder: Path) -> None:
-        """Read what `save` of an equally built policy wrote; the reference stays what it was."""
-        if self.lora is not None:
-            load_lora({"transformer": self.transformer}, folder)
-            return
-        saved = type(self.transformer).from_pretrained(folder, subfolder="transformer", dtype=self.storage_dtype)
-        self.transformer.load_state_dict(saved.state_dict())
 
     def _forward(
         self, x: Tensor, timestep: Tensor, embeds: Tensor, pooled: Tensor, log_multiplicity: Tensor | None

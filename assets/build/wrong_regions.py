@@ -12,10 +12,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from .prompts import Record
-from .render import inside_distance
-from .scenes import SIZE, Scene, SceneObject
-from .verifier import verify_scene
+from visalign.data.shapes.prompts import Record
+from visalign.data.shapes.render import inside_distance
+from visalign.data.shapes.scenes import SIZE, Scene, SceneObject
+from visalign.data.shapes.verifier import verify_scene
 
 _RADIUS = {"small": 7.0, "big": 12.0}
 _FAR = 1000.0
