@@ -141,25 +141,20 @@ class ImageAlgorithm(Algorithm):
         policy.module.eval()  # with dropout the replay would evaluate another function than the rollout
         check_sizes(policy, rollout.image_sizes)
         self._default_size = getattr(policy, "image_size", None)
-        self._check_image_sizes()
-        self.reference = Reference(policy, settings)
-        self.constraints = RewardConstraints(reward, settings.multiplier_rate)
-        every = settings.balance_every
-        self.balance = None if every is None else RewardBalance(reward, every)
-        self.setup()
-
-    def setup(self) -> None:
-        """Build the objective and the trained module."""
-
-    def _check_image_sizes(self) -> None:
-        """Refuse sizes that the policy has no use for."""
         try:
-            for iteration in range(len(self.rollout.image_sizes or ())):  # refused before an image is sampled
+            for iteration in range(len(rollout.image_sizes or ())):  # refused before an image is sampled
                 self.resize(iteration)
         except UserError as error:
             raise UserError(f"rollout.image_sizes: {error}") from error
         finally:
             self.resize(None)
+        self.reference = Reference(policy, settings)
+        self.constraints = RewardConstraints(reward, settings.multiplier_rate)
+        self.balance = None if settings.balance_every is None else RewardBalance(reward, settings.balance_every)
+        self.setup()
+
+    def setup(self) -> None:
+        """Build the objective and the trained module."""
 
     def resize(self, iteration: int | None) -> None:
         """Set the policy to an iteration's image size; None restores its own, as between iterations."""
@@ -192,10 +187,8 @@ class ImageAlgorithm(Algorithm):
     def collect_images(
         self, run: Context, sample_round: Callable[[int], PendingImages]
     ) -> tuple[ScoredImages | None, Collected]:
-        """Sample and score groups, with dynamic sampling round after round until enough of them carry signal.
-
-        Returns:
-            (the images, None where no group carries signal; counts and metrics of all samples).
+        """Sample and score groups, with dynamic sampling round after round until enough of them carry signal; return
+        (the images, None where no group carries signal; counts and metrics of all samples).
         """
         self.scorer.iteration = run.counters.iteration
         if self.groups is None:
@@ -209,11 +202,9 @@ class ImageAlgorithm(Algorithm):
         taken = self.groups.take()
         names = dict.fromkeys(name for metrics in rounds for name in metrics)  # parts of rewards may be missing
         means = {name: fmean(metrics[name] for metrics in rounds if name in metrics) for name in names}
-        collected = Collected(
-            experience=None, samples=self.samples * len(rounds), metrics={**means, **self.groups.metrics()}
-        )
-        encode = partial(self.encode, clock=run.clock)
-        return (select_images(taken, encode) if taken else None), collected
+        metrics = {**means, **self.groups.metrics()}
+        images = select_images(taken, partial(self.encode, clock=run.clock)) if taken else None
+        return images, Collected(experience=None, samples=self.samples * len(rounds), metrics=metrics)
 
     def sample(
         self, number: int, clock: PhaseClock, sde_steps: Sequence[int] = (), iteration: int | None = None

@@ -34,8 +34,6 @@ _SHARDS = "sharded"
 _HINT = " Delete this folder and resume: the newest whole checkpoint before it will be used."
 
 Tensors = Mapping[str, Mapping[str, Tensor]]  # File stem -> tensor name -> tensor
-
-
 SHOWN = 6  # Differing keys that a message names
 
 
@@ -148,7 +146,10 @@ def _complete(
     if folder.exists():
         shutil.rmtree(folder)
     os.rename(temporary, folder)  # from here on it is a checkpoint
-    _sync_folder(folder.parent)
+    if os.name == "posix":
+        handle = os.open(folder.parent, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
 
 
 def _divided(tensors: Tensors) -> dict[str, Tensor]:
@@ -286,12 +287,3 @@ def _sync_and_describe(path: Path) -> dict[str, Any]:
     with path.open("rb+") as file:
         os.fsync(file.fileno())
     return {"bytes": path.stat().st_size, "sha256": _file_sha256(path)}
-
-
-def _sync_folder(path: Path) -> None:
-    if os.name == "posix":
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)

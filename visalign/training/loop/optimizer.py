@@ -99,7 +99,8 @@ class TrainedWeights:
 
     def __init__(self, named: Named, settings: AdamWSettings, *, rates: Mapping[str, float] | None = None) -> None:
         self.named = list(named)
-        self.masters = [(name, _master(parameter)) for name, parameter in self.named]
+        full = (torch.float32, torch.float64)
+        self.masters = [(n, p if p.dtype in full else nn.Parameter(p.detach().float())) for n, p in self.named]
         pairs = zip(self.named, self.masters, strict=True)
         self._low = [(p, master) for (_, p), (_, master) in pairs if p is not master]
         groups: dict[float, list[nn.Parameter]] = {}
@@ -203,9 +204,3 @@ class TrainedWeights:
                     state["step"] = state["step"].to(master.device)
                 self.optimizer.state[master] = state
         self.round()
-
-
-def _master(parameter: nn.Parameter) -> nn.Parameter:
-    if parameter.dtype in (torch.float32, torch.float64):
-        return parameter
-    return nn.Parameter(parameter.detach().float())

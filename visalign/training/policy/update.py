@@ -61,7 +61,9 @@ def prepare_steps(
     keep_groups = whole_groups or objective.aggregation == "group_token_mean"
     parts = list(split_updates(trajectories.group, settings.epochs, updates, seed, iteration, keep_groups))
     prepared = objective.prepare_steps(trajectories, parts)
-    needs_all = _needs_all(objective)
+    # samples with advantage 0 have a gradient too
+    needs_all = objective.kl or objective.entropy or objective.value or objective.selection
+    needs_all = needs_all or objective.surrogate in ("flow_balance", "ppo_kl", "dro")
     steps = []
     for number, (sample, rows) in enumerate(zip(parts, prepared, strict=True)):
         live = (rows.weight != 0).any(1)
@@ -89,12 +91,6 @@ def split_updates(
         for chunk in np.array_split(generator.permutation(len(units)), updates):
             if len(chunk):
                 yield torch.tensor(sorted(index for unit in chunk for index in units[int(unit)]))
-
-
-def _needs_all(objective: Objective) -> bool:
-    """True if samples with advantage 0 have a gradient too."""
-    balance = objective.surrogate in ("flow_balance", "ppo_kl", "dro")
-    return bool(objective.kl or objective.entropy or objective.value or objective.selection or balance)
 
 
 def couples_decisions(objective: Objective) -> bool:

@@ -66,8 +66,7 @@ class WinnerBuffer(Generic[Stored]):
     ) -> tuple[Tensor, Tensor, torch.Generator]:
         """Draw what an iteration replays, `batch` or `count` samples, after adding the `means` of its own groups.
 
-        Returns:
-            (positions [n] in the buffer, shuffled; Ã [N] of all that are stored; generator of further draws).
+        Returns (positions [n] in the buffer, shuffled; Ã [N] of all that are stored; generator of further draws).
         """
         self._means.extend(means)
         while self.samples and iteration - int(self.samples[0].born) > self._settings.max_age:

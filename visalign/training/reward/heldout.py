@@ -96,23 +96,21 @@ def pair_measures(pairs: HeldoutPairs) -> dict[str, float]:
         chance = prob.clamp(1e-12, 1 - 1e-12)
         loss = -(share * chance.log() + (1 - share) * (1 - chance).log())
         measures["nll"] = float((loss * weight).sum() / weight.sum()) if len(weight) else math.nan
-        measures["ece"] = calibration_error(prob, share, weight, bins=BINS)
+        measures["ece"] = calibration_error(prob, share, weight)
     if pairs.std is not None:
         measures["std_mean"] = _mean(pairs.std)
         measures["std_auroc"] = auroc(pairs.std[decided], sign < 0)
         split = voted & (pairs.share != 0.5)
         against = torch.sign(pairs.difference[split]) * torch.sign(pairs.share[split] - 0.5)
         measures["std_auroc_votes"] = auroc(pairs.std[split], against < 0)
-        lead = lead_stratum(pairs.difference[split])
-        measures["std_auroc_lead"] = auroc(pairs.std[split], against < 0, lead)
+        measures["std_auroc_lead"] = auroc(pairs.std[split], against < 0, lead_stratum(pairs.difference[split]))
     if pairs.mass is not None and len(pairs.mass):
         measures["mass_low"] = float(pairs.mass.quantile(LOW))
     return measures
 
 
-def calibration_error(prob: Tensor, share: Tensor, weight: Tensor, *, bins: int = BINS) -> float:
-    """Compute the expected calibration error of P(left better) over equally wide bins, ECE = Σ_b W_b/W |mean
-    p − mean share|.
+def calibration_error(prob: Tensor, share: Tensor, weight: Tensor) -> float:
+    """Compute the expected calibration error of P(left better), ECE = Σ_b W_b/W |mean p − mean share| over `BINS`.
 
     Both orders of each pair count, so swapping sides changes nothing. Shares are those that were observed, 0
     and 1 for single outcomes.
@@ -120,8 +118,8 @@ def calibration_error(prob: Tensor, share: Tensor, weight: Tensor, *, bins: int 
     Guo et al., "On calibration of modern neural networks", arXiv 1706.04599, eq. 3.
     """
     both = torch.cat([prob, 1 - prob]), torch.cat([share, 1 - share]), torch.cat([weight, weight])
-    index = (both[0] * bins).long().clamp(0, bins - 1)
-    gap = torch.zeros(bins, dtype=prob.dtype).index_add_(0, index, both[2] * (both[0] - both[1]))
+    index = (both[0] * BINS).long().clamp(0, BINS - 1)
+    gap = torch.zeros(BINS, dtype=prob.dtype).index_add_(0, index, both[2] * (both[0] - both[1]))
     total = both[2].sum()
     return float(gap.abs().sum() / total) if total > 0 else math.nan
 
@@ -139,10 +137,7 @@ def auroc(score: Tensor, positive: Tensor, stratum: Tensor | None = None) -> flo
 
 
 def lead_stratum(difference: Tensor, *, strata: int = 10) -> Tensor:
-    """Assign pairs [N] to equally large strata of similar lead |l − r|.
-
-    Standard deviation and lead may correlate, so a deviation shows its own worth among pairs of equal lead.
-    """
+    """Assign pairs [N] to equally large strata of similar lead |l − r|: standard deviation and lead correlate."""
     order = difference.abs().argsort(stable=True).argsort(stable=True)
     return order * strata // max(len(difference), 1)
 

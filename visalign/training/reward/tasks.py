@@ -75,6 +75,13 @@ def _labels(batch: RewardBatch, settings: Settings, like: Tensor) -> tuple[Tenso
     return label, torch.where(torch.isnan(label), 0.0, weight)
 
 
+def _targets(batch: RewardBatch, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the targets of rows, NaN where there is none, and where there is one."""
+    assert batch.target is not None
+    target = batch.target.to(like)
+    return target, ~torch.isnan(target)
+
+
 def _bradley_terry(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Generator) -> Sums:
     left, right = _sides(outputs, batch)
     label, weight = _labels(batch, settings, left)
@@ -151,8 +158,7 @@ def _yes_no(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.G
     penalty = other_answer_penalty(outputs, settings)
     if batch.target is not None:
         odds = outputs["value"]
-        target = batch.target.to(odds)
-        labelled = ~torch.isnan(target)
+        target, labelled = _targets(batch, odds)
         loss = yes_no_loss(_answer(odds), target) + torch.where(labelled, penalty, 0.0)
         return loss.sum(), labelled.sum().to(odds)
     left, right = _sides(outputs, batch)
@@ -173,28 +179,24 @@ def _checklist(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torc
 
 def _checklist_answers(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Generator) -> Sums:
     """Compute the cross-entropy of all answers [M, Q] that people gave."""
-    assert batch.target is not None
     odds = outputs["odds"]
-    target = batch.target.to(odds)
-    answered = ~torch.isnan(target)
+    target, answered = _targets(batch, odds)
     loss = yes_no_loss(_answer(odds), target) + other_answer_penalty(outputs, settings)[:, None]
     return torch.where(answered, loss, 0.0).sum(), answered.sum().to(odds)
 
 
 def _heie(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Generator) -> Sums:
     """Add the losses of the maps and the cross-entropy of the score with the plausibility."""
-    assert batch.target is not None
     value = outputs["value"]
-    loss = outputs["map_loss"] + F.binary_cross_entropy_with_logits(value, batch.target.to(value), reduction="none")
+    target, _ = _targets(batch, value)
+    loss = outputs["map_loss"] + F.binary_cross_entropy_with_logits(value, target, reduction="none")
     return _sums(loss, torch.ones_like(loss))
 
 
 def _rating(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Generator) -> Sums:
     """Compute the squared error of the expectation over the score tokens."""
-    assert batch.target is not None
     value = outputs["value"]
-    target = batch.target.to(value)
-    rated = ~torch.isnan(target)
+    target, rated = _targets(batch, value)
     error = (value - target.nan_to_num(0.0)).square() + other_answer_penalty(outputs, settings)
     return torch.where(rated, error, 0.0).sum(), rated.sum().to(value)
 
@@ -208,19 +210,17 @@ def _plackett_luce(outputs: Outputs, batch: RewardBatch, settings: Settings, _: 
 
 def _regression(loss: Callable[..., Tensor]) -> Callable[..., Sums]:
     def loss_sums(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Generator) -> Sums:
-        assert batch.target is not None
         value = outputs["value"]
-        target = batch.target.to(value)
-        return _sums(loss(value, target.nan_to_num(0.0), reduction="none"), (~torch.isnan(target)).to(value))
+        target, labelled = _targets(batch, value)
+        return _sums(loss(value, target.nan_to_num(0.0), reduction="none"), labelled.to(value))
 
     return loss_sums
 
 
 def _rating_fidelity(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Generator) -> Sums:
     """Compute VisualQuality-R1's fidelity of Thurstone's probability between all images of a micro-batch."""
-    assert batch.target is not None
     mean, variance = outputs["value"], (2 * outputs["log_std"]).exp()
-    label = quality_preferences(batch.target.to(mean)).fill_diagonal_(math.nan)
+    label = quality_preferences(_targets(batch, mean)[0]).fill_diagonal_(math.nan)
     score = thurstone_score(mean[:, None], mean[None, :], variance[:, None], variance[None, :])
     count = (~torch.isnan(label)).sum().to(mean)
     penalty = other_answer_penalty(outputs, settings)

@@ -200,7 +200,7 @@ def tool_columns(traces: Sequence[ToolTrace]) -> dict[str, Tensor]:
     """Tabulate tool calls, name -> [B]."""
     counts = [(trace.calls, trace.cut, trace.failed is not None) for trace in traces]
     columns = torch.tensor(counts, dtype=torch.float64).T
-    return {TOOLS + name: column for name, column in zip(("calls", "cut", "failed"), columns, strict=True)}
+    return dict(zip((f"{TOOLS}calls", f"{TOOLS}cut", f"{TOOLS}failed"), columns, strict=True))
 
 
 def _select(groups: DynamicGroups) -> _Scored | None:

@@ -330,8 +330,7 @@ class TextRL(TextAlgorithm):
         demonstrations: TextRollout | None = (step.extra or (None, None))[0]
         if demonstrations is not None:
             prepared = replace(prepared, ptx_counts=count_step(demonstrations.loss_mask))
-        local = experience.shares.local[step.sample]
-        rows = (step.live & (local >= 0)).nonzero()[:, 0]
+        local, rows = experience.shares.local[step.sample], step.local_rows(experience.shares.local)
         rows = rows[torch.argsort((prepared.weight[rows] != 0).sum(1), stable=True, descending=True)]
         batches: list[Tensor] = pad_batches(rows.split(size), self.module, accelerator)
         shares: Sequence[Tensor | None] = [None] * len(batches)
