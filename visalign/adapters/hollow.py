@@ -78,8 +78,7 @@ def hollow_pipelines() -> Iterator[Trace]:
 
     def load(self: Any, *, dtype: torch.dtype, quantization_config: Any = None, **options: Any) -> Any:
         entry = [self.type_hint.__module__.partition(".")[0], self.type_hint.__name__]
-        folder = self.pretrained_model_name_or_path
-        part: Any = _hollow(folder, self.name, entry, dtype, quantization_config, trace)
+        part: Any = _hollow(self.pretrained_model_name_or_path, self.name, entry, dtype, quantization_config, trace)
         if part is None:
             return own_load(self, dtype=dtype, **options)
         part._diffusers_load_id = self.load_id  # by which diffusers knows it
@@ -266,8 +265,7 @@ def _under_autocast(part: nn.Module, original_forward: Callable[..., Any]) -> Ca
             return fakes[id(value)]
 
         def to_meta(value: Any) -> Any:  # `.to` of a fake tensor would be a fake one
-            is_fake = isinstance(value, FakeTensor)
-            return torch.empty(value.shape, dtype=value.dtype, device=META) if is_fake else value
+            return torch.empty(value.shape, dtype=value.dtype, device=META) if isinstance(value, FakeTensor) else value
 
         weights = {name: fake(value) for name, value in [*part.named_parameters(), *part.named_buffers()]}
         args, kwargs = tree_map(fake, (args, kwargs))

@@ -101,8 +101,7 @@ class ModelSource:
         loader: Any = single_file.load_single_file_sub_model
         projection = state.get("text_encoders.clip_l.transformer.text_projection.weight")
         try:
-            is_pipeline_module = hasattr(pipelines, entry[0])
-            part = loader(*entry, name, state, pipelines, is_pipeline_module, str(self.folder), **options)
+            part = loader(*entry, name, state, pipelines, hasattr(pipelines, entry[0]), str(self.folder), **options)
             if projection is not None and hasattr(part, "text_projection"):
                 part.text_projection.weight.data.copy_(projection)  # diffusers puts the identity there
             empty = [key for key, weight in part.named_parameters() if weight.is_meta]

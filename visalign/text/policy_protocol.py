@@ -98,8 +98,7 @@ def model_log_prob(policy: TextPolicy, rollout: TextRollout, rows: Tensor | slic
 
     Differentiable unless gradients are off; 0 where the loss mask is 0. Rows None is all samples.
     """
-    unmodified = replace(rollout, sampling=Sampling(), kept=None, routes=None)
-    return policy.log_probs(unmodified, rows).log_prob
+    return policy.log_probs(replace(rollout, sampling=Sampling(), kept=None, routes=None), rows).log_prob
 
 
 @torch.no_grad()

@@ -72,13 +72,11 @@ def step_index(rollout: TextRollout, tokenizer: Any, reading: StepReading) -> Te
     −1 where the loss mask is 0 and in completions without a step.
     """
     rows = [_token_spans(rollout, row, tokenizer, reading) for row in range(len(rollout))]
-    count = max([len(spans) for spans in rows], default=0)
-    table = torch.zeros(2, len(rollout), count, dtype=torch.int64)
+    table = torch.zeros(2, len(rollout), max([len(spans) for spans in rows], default=0), dtype=torch.int64)
     for row, spans in enumerate(rows):
         for number, span in enumerate(spans):
             table[:, row, number] = torch.tensor(span)
-    index = span_index(table[0], table[1], rollout.loss_mask.shape[1])
-    return torch.where(rollout.loss_mask != 0, index, -1)
+    return torch.where(rollout.loss_mask != 0, span_index(table[0], table[1], rollout.loss_mask.shape[1]), -1)
 
 
 def _token_spans(rollout: TextRollout, row: int, tokenizer: Any, reading: StepReading) -> list[tuple[int, int]]:
@@ -146,5 +144,4 @@ class StepRewards:
 
     def aggregate(self, how: Reduction = "min") -> Tensor:
         """Reduce to one number [B] per completion, NaN in invalid ones."""
-        exists = torch.isfinite(self.reward)
-        return torch.where(self.valid, aggregate_steps(self.reward, how, exists), torch.nan)
+        return torch.where(self.valid, aggregate_steps(self.reward, how, torch.isfinite(self.reward)), torch.nan)

@@ -208,10 +208,9 @@ class ToolPolicy:
         calling = [sample for sample in stopped if not ends.found(sample.ids_since_answer())]
         calls = [self._call_text(use, sample) for sample in calling]
         answers = ask_all(use, [call for call in calls if call is not None])
-        texts = [None if call is None else answers[call] for call in calls]
         return [
             (sample, [(use.answer.replace("{answer}", text), False)] if isinstance(text, str) else text)
-            for sample, text in zip(calling, texts, strict=True)
+            for sample, text in zip(calling, [None if call is None else answers[call] for call in calls], strict=True)
         ]
 
     def _call_text(self, use: ToolUse, sample: _Sample) -> str | None:

@@ -93,8 +93,7 @@ class ChatTurns:
         for environment in self._pool[: len(prompts)]:
             functions = [*self.use.tools, *tool_methods(environment)]
             started.append(Conversation(environment, {function.__name__: function for function in functions}))
-        pairs = zip(started, prompts, strict=True)
-        jobs = [lambda pair=pair: self._reset(*pair) for pair in pairs]
+        jobs = [lambda pair=pair: self._reset(*pair) for pair in zip(started, prompts, strict=True)]
         return started, run_all(jobs, self.use.seconds, f"{self.use.name}.reset")
 
     def _make(self, factory: Callable[[], Any]) -> Any:
@@ -120,8 +119,7 @@ class ChatTurns:
     def answer(self, conversations: Sequence[Conversation], texts: Sequence[str]) -> list[Any]:
         """Answer a turn of each conversation: lists of (text, whether the template wrote it), None at its end."""
         pairs = zip(conversations, texts, strict=True)
-        jobs = [lambda pair=pair: self._messages(*pair) for pair in pairs]
-        answers = run_all(jobs, self.use.seconds, self.use.name)
+        answers = run_all([lambda pair=pair: self._messages(*pair) for pair in pairs], self.use.seconds, self.use.name)
         return [self._pieces(answer) if isinstance(answer, list) else answer for answer in answers]
 
     def _messages(self, conversation: Conversation, text: str) -> list[dict[str, Any]] | None:

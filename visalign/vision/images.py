@@ -41,8 +41,7 @@ class ImageFeatures:
 def pixel_digest(pixels: Tensor) -> str:
     """Return 32 hex digits that tell images uint8 [3, H, W] apart."""
     shape = f"{tuple(pixels.shape)}".encode()
-    content = pixels.cpu().contiguous().numpy().tobytes()
-    return hashlib.blake2b(shape + content, digest_size=16).hexdigest()
+    return hashlib.blake2b(shape + pixels.cpu().contiguous().numpy().tobytes(), digest_size=16).hexdigest()
 
 
 def tower_features(trunk: Any, images: Sequence[PatchedImage]) -> list[ImageFeatures]:

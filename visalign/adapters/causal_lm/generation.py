@@ -158,8 +158,7 @@ def _first_pass(
 ) -> tuple[Tensor, PromptCache, Tensor]:
     """Logits after each prompt, the cache of the prompts, and a mask with room for the completions."""
     row_of = {prompt: row for row, prompt in enumerate(dict.fromkeys(prompts))}
-    padded = left_pad([prompt.ids for prompt in row_of], pad_id)
-    ids, mask = (block.to(network.model.device) for block in padded)
+    ids, mask = (block.to(network.model.device) for block in left_pad([prompt.ids for prompt in row_of], pad_id))
     encoded_images = [prompt.encoded_images for prompt in row_of]
     features, cache = network.features(ids, mask, encoded_images=encoded_images, caching=True)
     if not hasattr(cache.keys, "reorder_cache"):
@@ -184,5 +183,4 @@ def _draw(logits: Tensor, uniform: Tensor, sampling: Sampling) -> tuple[Tensor, 
     numbers = torch.stack([part.float() for part in (chosen.log_prob, full, chosen.entropy)])
     if token_sets is None:
         return token, numbers, ()
-    sets = token_sets.nonzero()[:, 1].to(torch.int32).cpu().split(token_sets.sum(1).tolist())
-    return token, numbers, sets
+    return token, numbers, token_sets.nonzero()[:, 1].to(torch.int32).cpu().split(token_sets.sum(1).tolist())

@@ -76,8 +76,7 @@ class ValueModel(nn.Module):
         cls, folder_or_id: str | Path, *, dtype: torch.dtype = torch.float32, device: str = "cpu", critics: int = 1
     ) -> ValueModel:
         """The trunk of a language model, with a new head, or with the one that `save` left in the folder."""
-        trunk = load_whole(AutoModel, str(folder_or_id), dtype)
-        model = cls(trunk.to(device), critics=critics)
+        model = cls(load_whole(AutoModel, str(folder_or_id), dtype).to(device), critics=critics)
         if (Path(folder_or_id) / FILE).is_file():
             model.head.load(Path(folder_or_id))
         return model

@@ -73,8 +73,7 @@ class PipelineCall:
         self._prepare, pipe.prepare_latents = pipe.prepare_latents, self._prepared
         self._own_encode_prompt, pipe.encode_prompt = pipe.encode_prompt, self._encoded
         self._returned: list[tuple[Any, ...]] = []
-        blank = Image.new("RGB", (64, 64), "white")
-        self._blank = Source((blank,)) if self.family.source == "needed" else None
+        self._blank = Source((Image.new("RGB", (64, 64), "white"),)) if self.family.source == "needed" else None
         if self.family.source != "none":
             self._own_encode_source, pipe._encode_vae_image = pipe._encode_vae_image, self._source_encoded
         self._forget()
@@ -124,8 +123,7 @@ class PipelineCall:
 
     def encoding(self) -> AbstractContextManager[None]:
         """Have the encoders on the network's device inside the block, and what encodes images to edit."""
-        names = ENCODERS if self.family.source == "none" else ENCODERS + AUTOENCODER
-        return on_device(self.pipe, names, self._device)
+        return on_device(self.pipe, ENCODERS if self.family.source == "none" else ENCODERS + AUTOENCODER, self._device)
 
     @property
     def _device(self) -> torch.device:

@@ -100,8 +100,7 @@ def lengths(row: Encoded, axes: Mapping[str, int], *, padded: bool = True) -> tu
     if padded and any("mask" in name for name in row):
         return (id(row.get("image")),)
     tensors = [(v, axes.get(n, 0)) for n, v in row.items() if isinstance(v, Tensor) and "cu_seqlens" not in n]
-    sizes = (value.shape[axis + 1] for value, axis in tensors if value.ndim > axis + 1)
-    return (id(row.get("image")), *sizes)
+    return (id(row.get("image")), *(value.shape[axis + 1] for value, axis in tensors if value.ndim > axis + 1))
 
 
 def _joined(name: str, values: list[Any], axis: int) -> Any:

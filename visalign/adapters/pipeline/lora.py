@@ -203,8 +203,7 @@ def start_from_loras(pipe: Any, networks: Sequence[str], loras: LoraPaths, setti
     for path, weight in pairs:
         for part, layers in read_adapters(pipe, networks, path).items():
             for name, adapter in layers.items():
-                scaled = adapter._replace(scale=weight * adapter.scale)
-                joined.setdefault(part, {}).setdefault(name, []).append(scaled)
+                joined.setdefault(part, {}).setdefault(name, []).append(adapter._replace(scale=weight * adapter.scale))
     encoders = {part: _join(layers) for part, layers in joined.items() if part not in networks}
     with torch.no_grad():
         for part, layers in encoders.items():

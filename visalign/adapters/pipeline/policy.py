@@ -209,8 +209,7 @@ class PipelinePolicy(DiffusersPolicy):
                 at = torch.as_tensor(group, device=x.device)
                 velocities.append(self._predict(network_input[at], time[at], [rows[i] for i in group]))
         order = torch.argsort(torch.as_tensor([i for group in groups for i in group], device=x.device))
-        output = torch.cat(velocities)[order]
-        return velocity_of_prediction(output, x, sigma, self.prediction)
+        return velocity_of_prediction(torch.cat(velocities)[order], x, sigma, self.prediction)
 
     def times(self, sigmas: Tensor) -> Tensor:
         """Return the network's times at noise levels: exact for the last schedules, interpolated elsewhere."""
@@ -263,8 +262,7 @@ class PipelinePolicy(DiffusersPolicy):
         one_by_one = self.family.alone == "always" or (self.guided and self.family.alone == "guided")
         for i, (row, t) in enumerate(zip(rows, time.tolist(), strict=True)):
             shared = lengths(row, self.family.batch_axis, padded=self.family.padded)
-            key = (shared, None if self._mixed else t, i if one_by_one else 0)
-            groups.setdefault(key, []).append(i)
+            groups.setdefault((shared, None if self._mixed else t, i if one_by_one else 0), []).append(i)
         return list(groups.values())
 
     def _predict(self, x: Tensor, time: Tensor, rows: Sequence[Encoded]) -> Tensor:

@@ -107,8 +107,7 @@ def shared_images(sets: Mapping[str, Iterable[str]]) -> list[tuple[Item, Item]]:
         return groups
     sizes = [(states[item[0]][1], item) for item in items if states[item[0]][1] is not None]
     shared_sizes = {states[item[0]][1] for pair in _across_sets(sizes) for item in pair}
-    hashed = [(_digest(item[0]), item) for size, item in sizes if size in shared_sizes]
-    return _across_sets(hashed)
+    return _across_sets([(_digest(item[0]), item) for size, item in sizes if size in shared_sizes])
 
 
 def refuse_shared_images(sets: Mapping[str, Iterable[str]], *, what: str) -> None:

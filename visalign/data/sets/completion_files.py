@@ -80,8 +80,7 @@ def load_votes(
         if PAIR[0] in row:
             rest = {name: value for name, value in row.items() if name not in PAIR}
             for name in PAIR:
-                vote = {**with_answer(rest, "completion", row, name), "label": name == "chosen"}
-                votes.append((number, vote))
+                votes.append((number, {**with_answer(rest, "completion", row, name), "label": name == "chosen"}))
             continue
         label = parse_bool(row["label"]) if "label" in row else row["reward"] >= threshold
         if label is None:

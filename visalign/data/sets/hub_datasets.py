@@ -87,8 +87,7 @@ def _why(name: str, error: Exception) -> str:
     if match := re.search(
         r"(?:configs|Available|configurations|one of)[^:\[]*[:\s]*\[?([^\]]+?)(?:\]| Please|$)", text
     ):
-        is_split = "one of" in match[0]
-        what, form = ("splits", ":SPLIT") if is_split else ("configurations", "/CONFIG:SPLIT")
+        what, form = ("splits", ":SPLIT") if "one of" in match[0] else ("configurations", "/CONFIG:SPLIT")
         names = ", ".join(name.strip(" '\"") for name in match[1].split(","))
         return f"The dataset {name!r} has the {what} {names}. Write {name}{form}."
     return f"The dataset {name!r} cannot be read from the hub ({type(error).__name__}: {text:.300})."

@@ -181,8 +181,7 @@ def _read_set(
         missing = next(name for name in needed if name not in first)
         purpose = f"{purpose}; --map {missing}=COLUMN names another"
         require_columns(path, first, needed, purpose=purpose)
-    all_rows = chain([(number, first)] if number else [], rows)
-    selected = select_split(f"'{path}'", all_rows, split, limit)
+    selected = select_split(f"'{path}'", chain([(number, first)] if number else [], rows), split, limit)
     folder, coding = path.parent if columns.has_images else None, columns.coding()
     records: list[Any] = []
     for number, row in selected:

@@ -144,8 +144,7 @@ def _bank() -> _Bank:
     for shape, radius, shift in itertools.product(SHAPES, np.arange(5.0, 14.6, 0.6), (0.0, 0.25, 0.5, 0.75)):
         for color, style in (("green", "flat"), ("red", "shaded"), ("white", "outlined")):
             item = SceneObject(shape=shape, color=color, x=32.0 + shift, y=32.0 + shift, radius=float(radius))
-            scene = Scene(record={}, objects=(item,), background=(60, 60, 60), style=style, texture_seed=0)
-            scenes.append(scene)
+            scenes.append(Scene(record={}, objects=(item,), background=(60, 60, 60), style=style, texture_seed=0))
             drawn.append((shape, radius, 32.0 + shift))
     components = find_components(label_map(as_images(render_many(scenes))).clip(max=1), MIN_AREA)
     roots, masks = np.sqrt(components.area), components.masks(_TEMPLATE)

@@ -37,8 +37,7 @@ def _plural(shape: str) -> str:
 
 def _phrase(noun: _Noun) -> str:
     words = [word for word in noun if word]
-    article = "an" if words[0][0] in "aeiou" else "a"
-    return " ".join([article, *words])
+    return " ".join(["an" if words[0][0] in "aeiou" else "a", *words])
 
 
 def _entry(noun: _Noun, count: int = 1) -> Record:

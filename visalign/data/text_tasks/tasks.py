@@ -95,8 +95,7 @@ def misread(record: Record, rng: np.random.Generator) -> Record:
     changed = problem
     while problem_key(task, changed) == problem_key(task, problem) or not KINDS[task].valid(changed):
         changed = _one_changed(problem, rng)
-    other = make_record(task, changed, record["level"], rng)
-    return record | {"solution": other["solution"]}
+    return record | {"solution": make_record(task, changed, record["level"], rng)["solution"]}
 
 
 def _one_changed(problem: Problem, rng: np.random.Generator) -> Problem:

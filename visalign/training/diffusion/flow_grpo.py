@@ -97,8 +97,7 @@ class FlowGRPO(ImageAlgorithm):
         if self.objective.surrogate == "flow_balance":
             self.log_z = PromptLogPartition(len(self.records)).to(self.policy.device)
         if self.objective.advantage == "par":
-            count = self.objective.advantage_options.get("references", 1)
-            self.reference_rewards = ReferenceRewards(self, count)
+            self.reference_rewards = ReferenceRewards(self, self.objective.advantage_options.get("references", 1))
         uses_reference = needs_reference(self.objective)
         self.module = self.distribute(replay, needs_reference=uses_reference, joins=joins, head=self.log_z)
         self._prefetcher = RolloutPrefetcher(self._sample, self.rollout.staleness)
@@ -201,8 +200,7 @@ class FlowGRPO(ImageAlgorithm):
             levels.append(torch.where(scores.valid, scores.value, torch.nan).double().cpu())
         level = images.shares.gather_all(torch.stack(levels, 1))
         # after the last stochastic step the rollout is its own deterministic rest: R_n = R
-        middle = torch.cat([level[:, 1:], images.value[:, None]], 1)
-        rewards = turning_point_rewards(images.value, level[:, 0], middle)
+        rewards = turning_point_rewards(images.value, level[:, 0], torch.cat([level[:, 1:], images.value[:, None]], 1))
         step_reward = rewards.increment if credit == "one_step" else rewards.step_reward
         step_reward = step_reward[:, list(trained)].to(trajectories.old_log_prob.dtype)
         finite = torch.isfinite(step_reward).all(1)  # a sample with a NaN among them becomes invalid
@@ -255,8 +253,7 @@ class FlowGRPO(ImageAlgorithm):
                 pairs = experience.trajectory.pairs(sample[rows], step[rows])
                 chunks.append(replay(self.policy, condition, pairs, experience.trajectory.kernel).log_prob)
         flat = torch.cat(chunks)
-        index = (sample.to(flat.device), decision.to(flat.device))
-        log_prob = flat.new_empty(node.shape).index_put(index, flat)
+        log_prob = flat.new_empty(node.shape).index_put((sample.to(flat.device), decision.to(flat.device)), flat)
         return experience.shares.gather_all(log_prob.gather(0, node.to(flat.device)))
 
     def prepare(self, experience: Experience, run: Context) -> list[PolicyStep]:

@@ -31,13 +31,12 @@ def image_statistics(images: Tensor) -> Tensor:
     fine = torch.maximum(down[:, None], across[None]) > 0.25
     total = energy.sum((1, 2))
     flat = total <= 1e-12 * luma[0].numel() ** 2
-    share = (energy * fine).sum((1, 2)) / torch.where(flat, 1.0, total)
     return torch.stack(
         [
             mean,
             ((brightest - darkest) / torch.where(brightest > 0, brightest, 1.0)).mean((1, 2)),
             luma.std((1, 2), correction=0),
-            torch.where(flat, 0.0, share),
+            torch.where(flat, 0.0, (energy * fine).sum((1, 2)) / torch.where(flat, 1.0, total)),
         ],
         1,
     )

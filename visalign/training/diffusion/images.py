@@ -343,8 +343,7 @@ class ImageAlgorithm(Algorithm):
         value = scores.value.float().cpu()
         columns = {**({} if scores.std is None else {"std": scores.std}), **scores.parts}
         parts = self.shares.table({"": value, **{name: part.float() for name, part in columns.items()}})
-        valid = self.gather_all(scores.valid.cpu() & torch.isfinite(value))
-        return parts.pop(""), valid, parts
+        return parts.pop(""), self.gather_all(scores.valid.cpu() & torch.isfinite(value)), parts
 
     def distribute(
         self,
@@ -453,8 +452,7 @@ class ReferenceRewards:
         new = torch.tensor([i for i in dict.fromkeys(prompt) if i not in self._rewards], dtype=torch.int64)
         rewards = dict(self._rewards)
         if len(new):
-            fresh = self._sample(new, images.trajectory.sde_steps, run)
-            rewards |= dict(zip(new.tolist(), fresh, strict=True))
+            rewards |= dict(zip(new.tolist(), self._sample(new, images.trajectory.sde_steps, run), strict=True))
             self._rewards |= {i: reward for i, reward in rewards.items() if bool(reward.isfinite().all())}
         result = torch.stack([rewards[i] for i in prompt])
         value, valid = result.mean(1).float(), result.isfinite().all(1)

@@ -101,8 +101,7 @@ class VelocityRegression(ImageAlgorithm):
         assert row is not None
         prediction = "uniform" if policy.prediction == "velocity" else policy.prediction
         self.row = replace(row, weighting=prediction) if row.weighting == "prediction" else row
-        is_distilled = row.anchor == "expert"
-        self.experts = Experts(policy, self.settings.experts or {}, self.records) if is_distilled else None
+        self.experts = Experts(policy, self.settings.experts or {}, self.records) if row.anchor == "expert" else None
         self.module = self.distribute(
             velocity_of,
             needs_reference=self.row.asks_reference,
@@ -193,8 +192,7 @@ class VelocityRegression(ImageAlgorithm):
         plain: Any = {"anchor": "none", "kl": 0.0, "kl_until": None, "average_kl": 0.0, "reference_guidance": None}
         row = replace(self.row, loss="weighted", loss_options={}, old_decay=(0, 0.0, 0.0), **plain)
         encode, iteration = partial(self.encode, clock=run.clock), run.counters.iteration
-        updates = run.optimizer.updates_per_iteration
-        drawn = imitation.replays(images, self.records, encode, iteration, updates)
+        drawn = imitation.replays(images, self.records, encode, iteration, run.optimizer.updates_per_iteration)
         points: dict[str, Any] = {"row": row, "levels": row.level_count(self.rollout.steps), "drawn": (iteration,)}
         replays = [
             None if r is None else EndPoints(images=r[0], signal=r[1], present=r[1] > 0, value=r[1], **points)

@@ -113,8 +113,7 @@ class Monitor:
         for key, value in record.items():
             is_heldout = key == "heldout/feature_drift" or key.startswith("heldout/change/")
             if is_heldout and math.isfinite(value):
-                name = key.removeprefix("heldout/").replace("change/", "heldout_change/", 1)
-                state["now"][name] = value
+                state["now"][key.removeprefix("heldout/").replace("change/", "heldout_change/", 1)] = value
         state["now"] |= trends
         for key, message in crossed_limits(state["now"], self.settings.warn, "warn"):
             if key not in state["said"]:

@@ -142,8 +142,7 @@ class Trainer(Generic[A]):
         self.clock = PhaseClock()
         bounding = {key for _, keys in BOUNDS.values() for key in keys}
         self._memory_settings = {key: value for key, value in flatten(run.config).items() if key in bounding}
-        needs_scale = algorithm.compute_dtype() == torch.float16
-        counters = Counters(loss_scale=FIRST_LOSS_SCALE if needs_scale else 1.0)
+        counters = Counters(loss_scale=FIRST_LOSS_SCALE if algorithm.compute_dtype() == torch.float16 else 1.0)
         self.context = Context(counters=counters, optimizer=settings, clock=self.clock)
         self._ratio_checked = False
 
@@ -290,8 +289,7 @@ class Trainer(Generic[A]):
             # the first process decides, as it alone has all numbers of an evaluation
             is_first = self.accelerator.is_main_process
             if self._sum(is_first and update_best(by, evaluated, counters.iteration, counters.own)):
-                average = self.ema.state().items()
-                self.context.tensors[BEST] = {name: value.detach().clone() for name, value in average}
+                self.context.tensors[BEST] = {name: value.detach().clone() for name, value in self.ema.state().items()}
         return evaluated
 
     @contextmanager
@@ -321,11 +319,9 @@ class Trainer(Generic[A]):
         if self._sum(self.monitor.stops(self.counters.own)):
             return "monitor"
         if self.run.patience is not None and (best := self.counters.own.get(BEST)):
-            since = self.counters.iteration - best["iteration"]
-            if self._sum(since >= self.run.patience * self.run.evaluate_every):
+            if self._sum(self.counters.iteration - best["iteration"] >= self.run.patience * self.run.evaluate_every):
                 return "patience"
-        is_over = budget is not None and self.counters.seconds >= budget
-        return "max_seconds" if self._sum(is_over) else "finished"
+        return "max_seconds" if self._sum(budget is not None and self.counters.seconds >= budget) else "finished"
 
     def _sum(self, value: int) -> int:
         """Sum over the processes, which so decide alike; all of them call it."""

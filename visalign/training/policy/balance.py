@@ -70,8 +70,7 @@ class RewardBalance:
         gradients = torch.stack(rows)
         if bool(torch.isfinite(gradients).all() & gradients.any()):
             before = torch.tensor(self.weights(run), dtype=torch.float64)
-            measured = min_norm_weights(gradients).cpu().double()
-            run.counters.own[KEY] = smooth_weights(before, measured).tolist()
+            run.counters.own[KEY] = smooth_weights(before, min_norm_weights(gradients).cpu().double()).tolist()
 
     def prepare(
         self,
@@ -98,5 +97,4 @@ class RewardBalance:
 
     def metrics(self, run: Context) -> dict[str, float]:
         """Return ᾱ by reward."""
-        names = [f"reward_weight/{label}" for label in self.labels]
-        return dict(zip(names, self.weights(run), strict=True))
+        return dict(zip([f"reward_weight/{label}" for label in self.labels], self.weights(run), strict=True))

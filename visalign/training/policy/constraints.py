@@ -39,8 +39,7 @@ class RewardConstraints:
         before, after = run.counters.own.get(KEY, {}), {}
         for label, bound in self.bounds.items():
             mean = terms[label][valid].mean()
-            multiplier = constraint_multiplier(before.get(label, 0.0), mean, bound=bound, rate=self.rate)
-            after[label] = float(multiplier)
+            after[label] = float(constraint_multiplier(before.get(label, 0.0), mean, bound=bound, rate=self.rate))
         run.counters.own[KEY] = after
         # summed from the terms: subtracting one from the sum leaves rounding in groups of equal rewards
         reward = torch.stack([after.get(label, 1.0) * term for label, term in terms.items()]).sum(0)

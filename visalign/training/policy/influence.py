@@ -50,8 +50,7 @@ def adam_influence(
     """
 
     def gradient(number: int) -> Tensor:
-        slopes = torch.autograd.grad(loss_of(number), list(parameters), allow_unused=True, materialize_grads=True)
-        return _flat(slopes)
+        return _flat(torch.autograd.grad(loss_of(number), list(parameters), allow_unused=True, materialize_grads=True))
 
     total = gradient(0)
     for number in range(1, count):

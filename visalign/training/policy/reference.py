@@ -60,8 +60,7 @@ class Reference:
         waited = counters.iteration - counters.own.get(KEY, 0)
         far = self.above is not None and divergence is not None and divergence > self.above
         if far or (self.every is not None and waited >= self.every):
-            parameters = self.policy.trainable_parameters()
-            self._stored = {name: parameter.detach().clone() for name, parameter in parameters}
+            self._stored = {name: parameter.detach().clone() for name, parameter in self.policy.trainable_parameters()}
             counters.own[KEY] = counters.iteration
             run.tensors[KEY] = self._stored
 
@@ -83,8 +82,7 @@ class GatedKL:
 
     def applied(self, objective: Objective) -> Objective:
         """Return the objective with the present coefficient; its own is the scale."""
-        coefficient = gated_coefficient(self._gate, self._entropy, scale=objective.kl, base=self._base)
-        return replace(objective, kl=coefficient)
+        return replace(objective, kl=gated_coefficient(self._gate, self._entropy, scale=objective.kl, base=self._base))
 
     def move(self, t: Trajectories, kl: float | None) -> None:
         """Update the gate after an iteration; `kl` is the mean divergence of its updates, None is unknown."""

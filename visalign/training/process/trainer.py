@@ -113,8 +113,7 @@ class StepTexts:
         label = torch.cat([label for _, label in texts]).to(logits.device)
         if not self.learns_outcomes:
             return LabelOutputs(odds=logits, label=label, loss=step_label_loss(logits, label))
-        lengths = [len(tokens.ends) for tokens, _ in texts]
-        contributions = pad_sequence(list(logits.split(lengths)), batch_first=True)
+        contributions = pad_sequence(list(logits.split([len(tokens.ends) for tokens, _ in texts])), batch_first=True)
         loss = progress_loss(contributions, label)
         return LabelOutputs(odds=contributions.sum(1) - 0.5, label=label, loss=loss)
 

@@ -139,8 +139,7 @@ class RewardModeling(Algorithm):
                     total = total + penalty * weight  # Σ w (ℓ + penalty) / Σ w over the micro-batches
                 # FSDP2 averages gradients over the processes
                 (total * (counts * scale * (part[1] if self.sharding else 1))).backward()
-                batch_sums = torch.stack([total.detach().double(), weight.detach().double()])
-                sums[:2] += counts * batch_sums.to(sums.device)
+                sums[:2] += counts * torch.stack([total.detach().double(), weight.detach().double()]).to(sums.device)
                 sums[2] += counts * batch.size
         return sums
 

@@ -304,16 +304,14 @@ def distinct_pairs(tokens: Tensor, group: Tensor) -> float:
     distinct-2 of Li et al., arXiv 1510.03055, section 5. It falls with length, too.
     """
     pairs = _pair_ids(tokens, 1)
-    shares = [_distinct(pairs[group == label].reshape(1, -1)) for label in group.unique()]
-    return float(torch.cat(shares).nanmean())
+    return float(torch.cat([_distinct(pairs[group == label].reshape(1, -1)) for label in group.unique()]).nanmean())
 
 
 def _pair_ids(ids: Tensor, apart: int) -> Tensor:
     """Number pairs of ids `apart` positions apart, [B, T − apart]; −1 where one is missing."""
     first, second = ids[:, :-apart], ids[:, apart:]
     radix = int(ids.max()) + 1 if ids.numel() else 1
-    numbers = torch.unique(first * radix + second, return_inverse=True)[1]
-    return torch.where((first < 0) | (second < 0), -1, numbers)
+    return torch.where((first < 0) | (second < 0), -1, torch.unique(first * radix + second, return_inverse=True)[1])
 
 
 def _distinct(ids: Tensor) -> Tensor:

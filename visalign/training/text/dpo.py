@@ -181,8 +181,7 @@ class DPO(TextAlgorithm):
         means = _means(self._sum(sums))
         if self.labels is not None:  # each lead is computed in one process, and 0 in the others
             for i, lead in zip(index.tolist(), self._sum(leads).split(1), strict=True):  # a pair may occur twice
-                rate = self.settings.label_rate
-                self.labels[i : i + 1] = dynamic_labels(self.labels[i : i + 1], lead, rate=rate)
+                self.labels[i : i + 1] = dynamic_labels(self.labels[i : i + 1], lead, rate=self.settings.label_rate)
         means["tokens"], means["samples"] = float(step.loss_mask.sum()), float(len(step))
         return means if point is None else {**means, "kl": float(point)}
 
@@ -270,8 +269,7 @@ class DPO(TextAlgorithm):
         ref, good = self.heldout.select(rollout)
         point = None if good is None else kto_reference_point(log_prob[:, 1], ref[:, 1])
         rows = slice(None if good is None else len(log_prob))  # of votes without the mismatched completions
-        length = rollout.loss_mask.sum(1)[rows]
-        _, sums, _ = self._loss(log_prob.T.flatten()[rows], length, ref, good, point)
+        _, sums, _ = self._loss(log_prob.T.flatten()[rows], rollout.loss_mask.sum(1)[rows], ref, good, point)
         return _with_margins(_means(sums))
 
 
@@ -295,7 +293,6 @@ def shared_log_probs(policy: TextPolicy, completions: CompletionPairs, accelerat
     local = range(accelerator.process_index, len(completions), accelerator.num_processes)
     for start in range(0, len(local), RECORDS_AT_ONCE):
         index = local[start : start + RECORDS_AT_ONCE]
-        values = policy.log_probs(completions.rows(index)).log_prob.sum(1)
-        log_probs[torch.tensor(index)] = values.view(2, -1).T.cpu()
+        log_probs[torch.tensor(index)] = policy.log_probs(completions.rows(index)).log_prob.sum(1).view(2, -1).T.cpu()
     total: Any = accelerator.reduce(log_probs.to(accelerator.device), "sum")
     return total.cpu()

@@ -39,8 +39,7 @@ def answer_entropy(answer: Tensor, group: Sequence[int]) -> dict[str, float]:
     labels = torch.tensor(group)
     entropy = consistency_entropy(answer, labels)
     first = torch.unique(labels, return_inverse=True)[1]
-    by_group = torch.zeros(int(first.max()) + 1).scatter(0, first, entropy.float())
-    return {"entropy_answer": float(by_group.mean())}
+    return {"entropy_answer": float(torch.zeros(int(first.max()) + 1).scatter(0, first, entropy.float()).mean())}
 
 
 def covariance_metrics(prepared: Sequence[Prepared]) -> dict[str, float]:

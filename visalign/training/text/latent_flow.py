@@ -78,8 +78,7 @@ class LatentFlow:
         states = [states for _, states in self._states(rollout.rows(right.nonzero()[:, 0]))]
         if not self._sum(float(sum(map(len, states)))):
             return
-        seed = sample_seed(self._seed, KEY, iteration, accelerator.process_index)
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(sample_seed(self._seed, KEY, iteration, accelerator.process_index))
         joined = torch.cat(states) if states else None
         losses = [self._step(joined, generator) for _ in range(self.settings.steps)]
         self._iterations += 1
@@ -101,8 +100,7 @@ class LatentFlow:
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Continue from a checkpoint."""
         self._iterations = int(state["learnt"])
-        nets = {k.removeprefix("net."): v for k, v in state.items() if k.startswith("net.")}
-        self._nets.load_state_dict(nets)
+        self._nets.load_state_dict({k.removeprefix("net."): v for k, v in state.items() if k.startswith("net.")})
         moments: dict[int, dict[str, Tensor]] = {}
         for key in [key for key in state if key.startswith("adam.")]:
             _, number, name = key.split(".")

@@ -144,8 +144,7 @@ def sample_point(
 
 def with_hint(record: Mapping[str, Any], hint: str) -> Prompt:
     """Append a hint, whose {field} are replaced by the record's fields, to the record's prompt."""
-    names = set(re.findall(r"\{(\w+)\}", hint))
-    if missing := sorted(names - record.keys()):
+    if missing := sorted(set(re.findall(r"\{(\w+)\}", hint)) - record.keys()):
         raise UserError(
             f"The hint {hint!r} names the field {missing[0]!r}, which a record lacks: it has {', '.join(record)}."
         )

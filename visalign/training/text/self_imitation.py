@@ -140,8 +140,7 @@ def _rollout(stored: Sequence[StoredCompletion], sampling: Sampling) -> TextRoll
     padded = pad_sequence(prompts, batch_first=True).flip(1)  # on the left, with 0
     kept = None
     if sampling.truncates:
-        ids = torch.cat([completion.kept for completion in stored])
-        kept = TokenSets(ids, _padded(stored, "kept_count").long())
+        kept = TokenSets(torch.cat([completion.kept for completion in stored]), _padded(stored, "kept_count").long())
     mask = (_padded(stored, "weight") != 0).float()
     rollout = undrawn_rollout(
         (padded - 1).clamp(min=0), (padded != 0).float(), _padded(stored, "completion").long(), mask

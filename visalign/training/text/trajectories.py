@@ -58,8 +58,7 @@ def build_trajectories(
             reward = torch.where(reward.isfinite(), 0.0, reward)
     elif "step" in needs:
         default = "</think>" if objective.advantage == "pear" else "\n"
-        reading = StepReading(separator=settings.separator or default)
-        columns["step"] = step_index(rollout, parts.tokenizer, reading)
+        columns["step"] = step_index(rollout, parts.tokenizer, StepReading(separator=settings.separator or default))
     expected_score = (lambda log_p: discriminator_scores(log_p).expected) if objective.selection == "clip_v" else None
     for name, statistic in (("expected_score", expected_score), ("nucleus_entropy", nucleus_of(objective))):
         if statistic is not None:
