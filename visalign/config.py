@@ -28,8 +28,7 @@ PIPELINE_KEY = "pipeline"
 
 UNREADABLE = (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError)
 """Errors of YAML that cannot be read; Python raises the last two at 4,301 digits and at deep nesting."""
-MAX_DEPTH = 32
-"""Depth to which lists and mappings of a configuration may be nested."""
+MAX_DEPTH = 32  # Depth to which lists and mappings of a configuration may be nested
 _UNWRITABLE = re.compile("[\0\ud800-\udfff]")
 
 _SHAPE = "A configuration is a list of 'key: value' lines."

@@ -18,8 +18,7 @@ Metadata = Sequence[Mapping[str, Any] | None]
 """One mapping per sample (GenEval's layout for the shapes world), or None where a prompt has none."""
 NOT_FOR_SAMPLE = "not for this sample"
 """End of the reason where a reward does not apply to a sample: a sum leaves the term out, and nothing has failed."""
-Message = Mapping[str, Any]
-"""One turn of a conversation: {role, content}, or {role, tool_calls}."""
+Message = Mapping[str, Any]  # One turn of a conversation: {role, content}, or {role, tool_calls}
 Prompt = str | Sequence[Message]
 """Plain text, or a conversation of {role, content} messages that ends where the answer begins."""
 

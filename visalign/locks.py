@@ -21,8 +21,7 @@ try:
 except ImportError:  # Windows, where nothing is locked
     fcntl = None
 
-LOCK = ".lock"
-"""Name of the lock file inside a folder."""
+LOCK = ".lock"  # Name of the lock file inside a folder
 _own_locks: set[Path] = set()
 
 

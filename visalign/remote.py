@@ -18,12 +18,9 @@ from anyio.from_thread import start_blocking_portal
 
 from visalign.errors import UserError
 
-CONNECT_SECONDS = 10.0
-"""Longest wait for a connection, in seconds; an answer may take `timeout`."""
-MAX_BACKOFF = 60.0
-"""Longest wait before a retry, in seconds, whatever the server's Retry-After says."""
-JITTER = 0.5
-"""Random share of a pause."""
+CONNECT_SECONDS = 10.0  # Longest wait for a connection, in seconds; an answer may take `timeout`
+MAX_BACKOFF = 60.0  # Longest wait before a retry, in seconds, whatever the server's Retry-After says
+JITTER = 0.5  # Random share of a pause
 UNAVAILABLE = (None, 502, 503, 504)
 """Statuses of an unavailable server: no or a broken connection (None), or a proxy's word."""
 

@@ -14,11 +14,9 @@ from pydantic import ConfigDict, ValidationError
 from .errors import ConfigError, did_you_mean, excerpt, nearest, suggestion
 from .other_names import our_names
 
-STRICT: ConfigDict = {"extra": "forbid", "coerce_numbers_to_str": True}
-"""pydantic's settings for all configurations."""
+STRICT: ConfigDict = {"extra": "forbid", "coerce_numbers_to_str": True}  # pydantic's settings for all configurations
 
-Source = tuple[tuple[str, ...], str]
-"""(keys that were written, where they stand); of a file () and its name."""
+Source = tuple[tuple[str, ...], str]  # (keys that were written, where they stand); of a file () and its name
 
 _UNKNOWN = ("unexpected_keyword_argument", "invalid_key")
 

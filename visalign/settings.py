@@ -16,23 +16,18 @@ from .schema import STRICT
 
 T = TypeVar("T")
 
-MOST = 2**32 - 1
-"""Largest whole number of a setting: products of seeds and sizes must fit into 64 bits."""
+MOST = 2**32 - 1  # Largest whole number of a setting: products of seeds and sizes must fit into 64 bits
 MOST_COUNTED = 2**20
 """Largest size of a batch, group or generated set, of which lists are made before the first sample is drawn."""
 Count = Annotated[int, Field(ge=1, le=MOST_COUNTED)]
-Records = Annotated[int, Field(ge=1, le=MOST)]
-"""Number of records that are read from a file of any length."""
-Steps = Annotated[int, Field(ge=1, le=10_000)]
-"""Number of denoising steps; diffusion models are trained on 1000."""
-MOST_PIXELS = 16_384
-"""Largest number of pixels along a side of an image."""
+Records = Annotated[int, Field(ge=1, le=MOST)]  # Number of records that are read from a file of any length
+Steps = Annotated[int, Field(ge=1, le=10_000)]  # Number of denoising steps; diffusion models are trained on 1000
+MOST_PIXELS = 16_384  # Largest number of pixels along a side of an image
 Side = Annotated[int, Field(ge=1, le=MOST_PIXELS)]
 Natural = Annotated[int, Field(ge=0, le=MOST)]
 Share = Annotated[float, Field(ge=0, le=1)]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
-MOST_FLOAT = 1e30
-"""Largest number of a setting: a few products of it must fit into float32, which ends at 3.4e38."""
+MOST_FLOAT = 1e30  # Largest number of a setting: a few products of it must fit into float32, which ends at 3.4e38
 Positive = Annotated[float, Field(gt=0, le=MOST_FLOAT, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, le=MOST_FLOAT, allow_inf_nan=False)]
 Finite = Annotated[float, Field(ge=-MOST_FLOAT, le=MOST_FLOAT, allow_inf_nan=False)]

@@ -17,8 +17,7 @@ IMAGES = frozenset(
     "transformers typer yaml".split()
 )
 """Modules of the extra `images`; the core, text rewards and clients work without them."""
-EXTRAS = {"ray": "ray", "gradio": "demo"}
-"""Module -> its extra."""
+EXTRAS = {"ray": "ray", "gradio": "demo"}  # Module -> its extra
 
 
 def missing_extra(error: ModuleNotFoundError) -> str | None:

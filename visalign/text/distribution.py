@@ -32,10 +32,8 @@ class Sampling:
     temperature: float = 1.0
     """τ. 0 takes the most probable token (greedy), for evaluation and ReMax's baseline. Log-probs are then
     those of τ = 1 over the whole vocabulary, and no ratio can be formed with them."""
-    top_k: int = 0
-    """Draw only from the k most probable tokens and ties with the k-th; 0: off."""
-    top_p: float = 1.0
-    """Draw only from the fewest most probable tokens that hold at least this share; 1: off."""
+    top_k: int = 0  # Draw only from the k most probable tokens and ties with the k-th; 0: off
+    top_p: float = 1.0  # Draw only from the fewest most probable tokens that hold at least this share; 1: off
 
     @property
     def greedy(self) -> bool:

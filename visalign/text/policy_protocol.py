@@ -25,10 +25,8 @@ at the temperature. Without top-k and top-p the two are equal."""
 class TokenOutput:
     """Per-token outputs of a policy on b completions; 0 where the rollout's loss mask is 0."""
 
-    log_prob: Tensor
-    """[b, T] float32 log π of the drawn tokens, differentiable."""
-    entropy: Tensor
-    """[b, T] float32 nats, differentiable."""
+    log_prob: Tensor  # [b, T] float32 log π of the drawn tokens, differentiable
+    entropy: Tensor  # [b, T] float32 nats, differentiable
     statistic: Tensor | None = None
     """[b, T] float32, differentiable, the requested statistic of each token's distribution."""
     value: Tensor | None = None

@@ -26,14 +26,10 @@ NOT_GENERATED = ("prompt too long", "tool failed")  # Stop reasons of samples th
 class ToolTrace:
     """Record of a completion's tool calls."""
 
-    calls: int = 0
-    """Answers that were appended."""
-    cut: int = 0
-    """Answers that were cut short."""
-    failed: str | None = None
-    """Why the tool failed; such a completion is not scored."""
-    answers: Sequence[tuple[int, int]] = ()
-    """(begin, end) characters of its text that the tool wrote."""
+    calls: int = 0  # Answers that were appended
+    cut: int = 0  # Answers that were cut short
+    failed: str | None = None  # Why the tool failed; such a completion is not scored
+    answers: Sequence[tuple[int, int]] = ()  # (begin, end) characters of its text that the tool wrote
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,39 +39,26 @@ class TextRollout:
     The masks alone tell padding apart; padded ids may be any token of the vocabulary.
     """
 
-    prompt_ids: Tensor
-    """[B, L] int64, padded on the left."""
-    prompt_mask: Tensor
-    """[B, L] float32, 1 for tokens of the prompt and 0 for padding."""
-    completion_ids: Tensor
-    """[B, T] int64, padded on the right; the end token is part of the completion."""
-    loss_mask: Tensor
-    """[B, T] float32, 1 for tokens that were drawn; 0 for padding and for tool answers."""
-    log_prob: Tensor
-    """[B, T] float32, log-prob of the token under the distribution that was sampled; 0 for padding."""
+    prompt_ids: Tensor  # [B, L] int64, padded on the left
+    prompt_mask: Tensor  # [B, L] float32, 1 for tokens of the prompt and 0 for padding
+    completion_ids: Tensor  # [B, T] int64, padded on the right; the end token is part of the completion
+    loss_mask: Tensor  # [B, T] float32, 1 for tokens that were drawn; 0 for padding and for tool answers
+    log_prob: Tensor  # [B, T] float32, log-prob of the token under the distribution that was sampled; 0 for padding
     full_log_prob: Tensor
     """[B, T] float32, the same without top-k and top-p: over the full vocabulary, at the temperature."""
-    entropy: Tensor
-    """[B, T] float32, of the distribution that was sampled."""
+    entropy: Tensor  # [B, T] float32, of the distribution that was sampled
     text: Sequence[str]
     """B completions, without start, end and padding tokens; other special tokens stay as they are spelled. With a tool
     each is a `ToolCompletion`."""
-    stop_reason: Sequence[StopReason]
-    """B reasons."""
-    group: Sequence[Hashable]
-    """B labels; samples of one prompt share theirs."""
-    prompt: Sequence[Prompt]
-    """B prompts, not tokenized."""
+    stop_reason: Sequence[StopReason]  # B reasons
+    group: Sequence[Hashable]  # B labels; samples of one prompt share theirs
+    prompt: Sequence[Prompt]  # B prompts, not tokenized
     seed: Sequence[int]
     """B seeds; with the same weights, `sampling` and `stopping`, a seed gives the same completion again."""
-    sampling: Sampling
-    """Distribution that the tokens were drawn from."""
-    kept: TokenSets | None = None
-    """Tokens that could be drawn at each decision; None without top-k and top-p."""
-    images: Sequence[Sequence[Any]] | None = None
-    """B lists of the images in the prompt, for vision-language models."""
-    tools: Sequence[ToolTrace] | None = None
-    """B records of tool calls; None without a tool."""
+    sampling: Sampling  # Distribution that the tokens were drawn from
+    kept: TokenSets | None = None  # Tokens that could be drawn at each decision; None without top-k and top-p
+    images: Sequence[Sequence[Any]] | None = None  # B lists of the images in the prompt, for vision-language models
+    tools: Sequence[ToolTrace] | None = None  # B records of tool calls; None without a tool
     routes: Tensor | None = None
     """[B, S, layers, k] int16, experts of a mixture that the tokens of prompt and completion, without padding between
     them, are sent to in training (`CausalLMPolicy.with_routes`), −1 behind them; None: the router decides."""

@@ -30,8 +30,7 @@ Span = tuple[int, int]  # First character of a step, and one past its last; the 
 class StepReading:
     """Separator of steps in a text, and the marker that a process reward model reads after each."""
 
-    separator: str = "\n"
-    """Text that ends a step."""
+    separator: str = "\n"  # Text that ends a step
     marker: str | None = None
     """Text that the model reads after each step in place of the separator (Qwen2.5-Math-PRM: "<extra_0>");
     None is the separator itself, as TRL trains."""
@@ -118,14 +117,10 @@ def _token_spans(rollout: TextRollout, row: int, tokenizer: Any, reading: StepRe
 class StepRewards:
     """Process rewards of the steps of B completions."""
 
-    reward: Tensor
-    """[B, K] float32; NaN where there is no step, and in invalid completions."""
-    step: Tensor
-    """[B, T] int64, the step of each token, −1 for none."""
-    valid: Tensor
-    """bool [B]."""
-    reason: Sequence[str | None]
-    """Why a completion is invalid; None for the valid ones."""
+    reward: Tensor  # [B, K] float32; NaN where there is no step, and in invalid completions
+    step: Tensor  # [B, T] int64, the step of each token, −1 for none
+    valid: Tensor  # bool [B]
+    reason: Sequence[str | None]  # Why a completion is invalid; None for the valid ones
 
     def tokens(self, place: Place = "last") -> Tensor:
         """Place the rewards [B, T] on the step's "last" token, on "every" token, or "spread" over them.

@@ -17,10 +17,8 @@ class TokenSets:
     Ids and not a [B, T, V] mask: a nucleus is a few dozen tokens of a hundred thousand.
     """
 
-    ids: Tensor
-    """[M] int32, set after set, row by row; M is the sum of `count`."""
-    count: Tensor
-    """[B, T] int64, the size of each set."""
+    ids: Tensor  # [M] int32, set after set, row by row; M is the sum of `count`
+    count: Tensor  # [B, T] int64, the size of each set
 
     @classmethod
     def from_lists(cls, sets: Sequence[Sequence[Tensor]], length: int) -> TokenSets:

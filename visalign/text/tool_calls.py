@@ -60,8 +60,7 @@ class ToolUse(ToolFormat):
     """A tool, and how it is called in a text."""
 
     tool: Tool
-    name: str = "tool"
-    """Name in messages."""
+    name: str = "tool"  # Name in messages
 
 
 def without_failed(scores: Scores, rollout: TextRollout) -> Scores:

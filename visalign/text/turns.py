@@ -31,18 +31,14 @@ OWN_METHODS = ("reset", "step", "get_reward")  # Methods of an environment that 
 class EnvironmentUse:
     """Tools and environment of a conversation, and its limits."""
 
-    name: str
-    """Name in messages."""
+    name: str  # Name in messages
     factory: Callable[[], Any] | None = None
     """Makes an environment: `reset(**record)`, and either `step(text)` or methods that are tools, as in TRL."""
     tools: Sequence[Callable[..., Any]] = ()
     """Functions with type hints and a docstring with "Args:", from which the template describes them."""
-    max_turns: int = 8
-    """Turns of the policy; behind the last one nothing is answered."""
-    max_answer_tokens: int = 256
-    """Tokens of an answer; a longer one is cut."""
-    seconds: float = 30.0
-    """Time limit of a turn's tools, or of a step."""
+    max_turns: int = 8  # Turns of the policy; behind the last one nothing is answered
+    max_answer_tokens: int = 256  # Tokens of an answer; a longer one is cut
+    seconds: float = 30.0  # Time limit of a turn's tools, or of a step
 
 
 @dataclass

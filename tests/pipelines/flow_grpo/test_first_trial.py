@@ -87,7 +87,7 @@ def test_weights_of_a_variant_alone_are_read(tmp_path):
     ("name", "override", "message"),
     [
         ("text_grpo", "optimizer.learning_rate=1", "Here learning_rate is optimizer.lr"),
-        ("text_grpo", "data.heldout=missing.jsonl", "data.heldout: no prompt set 'missing.jsonl': there is no"),
+        ("text_grpo", "data.heldout=missing.jsonl", "data.heldout: no prompt set 'missing.jsonl': give an"),
         ("shapes_flow_grpo", "evaluation.rewards={pick_score: {options: {model: /none}}}", "option model is '/none'"),
     ],
 )

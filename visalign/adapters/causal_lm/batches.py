@@ -49,11 +49,8 @@ class PromptBatch:
         if isinstance(prompts, str) or not prompts:
             raise UserError(f"prompts is {prompts!r}; give a list of at least one prompt, [text, …].")
         count = len(prompts) * num_generations
-        for name, values, expected in (
-            ("seeds", seeds, count),
-            ("group", group, len(prompts)),
-            ("after", after, count),
-        ):
+        sized = {"seeds": (seeds, count), "group": (group, len(prompts)), "after": (after, count)}
+        for name, (values, expected) in sized.items():
             if isinstance(values, Sequence) and len(values) != expected:
                 raise UserError(
                     f"{name} has {len(values)} entries for {len(prompts)} prompts × {num_generations} "

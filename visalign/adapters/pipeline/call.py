@@ -37,8 +37,7 @@ LOOKED_UP = ("dtype", "device", "_execution_device")
 class PipelineCall:
     """Stands in for the parts in which a pipeline makes its timesteps, its start and its embeddings."""
 
-    latent_shape: tuple[int, ...]
-    """Of one sample, as the pipeline's `prepare_latents` makes it."""
+    latent_shape: tuple[int, ...]  # Of one sample, as the pipeline's `prepare_latents` makes it
 
     @torch.no_grad()
     def __init__(

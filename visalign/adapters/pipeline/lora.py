@@ -27,8 +27,7 @@ from .families import Family
 from .lora_files import METADATA, WEIGHT_FILE, Adapter, Adapters, parse_lora, read_adapters, read_lora
 from .quantization import keep_rounded
 
-PEFT = "peft"
-"""Folder beside that file, for peft, where diffusers has no loader."""
+PEFT = "peft"  # Folder beside that file, for peft, where diffusers has no loader
 LoraPaths = str | Path | Sequence[str | Path]  # LoRAs to start from, each PATH or PATH:WEIGHT
 
 

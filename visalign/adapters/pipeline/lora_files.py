@@ -71,8 +71,7 @@ SD3_LAYERS = {
 }
 """Layer of a joint block in SD3's own code -> layers of diffusers that it joins, on the image and the text side."""
 
-Adapters = dict[str, dict[str, Adapter]]
-"""Part of the pipeline -> layer -> adapter."""
+Adapters = dict[str, dict[str, Adapter]]  # Part of the pipeline -> layer -> adapter
 Misfit = Callable[[str], UserError]  # Detail -> error of a LoRA that is for another model
 
 

@@ -29,8 +29,7 @@ QUANTIZATIONS = {"torchao_int8": "torchao", "bitsandbytes_4bit": "bitsandbytes"}
 not among them: the whole batch decides which of its columns are rounded, so that a sample's velocity would
 depend on its neighbours."""
 
-BY_SHAPES = ContextVar("by_shapes", default=False)
-"""True inside of `by_shapes_alone`."""
+BY_SHAPES = ContextVar("by_shapes", default=False)  # True inside of `by_shapes_alone`
 
 
 @dataclass(frozen=True)

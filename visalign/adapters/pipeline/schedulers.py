@@ -48,8 +48,7 @@ class HandingFlow(_Handing, FlowMatchEulerDiscreteScheduler):
     """For pipelines of flows."""
 
     prediction: Prediction = "velocity"
-    mu: float | None = None
-    """Shift that the pipeline computed from the image's size, with dynamic shifting."""
+    mu: float | None = None  # Shift that the pipeline computed from the image's size, with dynamic shifting
 
     def set_timesteps(
         self,

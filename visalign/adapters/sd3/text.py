@@ -22,14 +22,11 @@ BATCH = 64  # prompts that pass the encoders at a time
 class SD3Condition:
     """U unique encoded prompts and, for each of B samples, which of them it has."""
 
-    embeds: Tensor
-    """[U, L, D] text tokens."""
-    pooled: Tensor
-    """[U, Dp] pooled text."""
+    embeds: Tensor  # [U, L, D] text tokens
+    pooled: Tensor  # [U, Dp] pooled text
     log_multiplicity: Tensor | None
     """[L] float32, log of how many equal tokens each one stands for; None when each stands for itself."""
-    index: Tensor
-    """[B] int64, the row of each sample."""
+    index: Tensor  # [B] int64, the row of each sample
 
     def __len__(self) -> int:
         return len(self.index)

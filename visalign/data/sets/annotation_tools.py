@@ -15,12 +15,10 @@ from urllib.parse import unquote
 from visalign.errors import UserError
 
 Row = dict[str, Any]
-Annotations = list[tuple[Any, Row]]
-"""(annotator, question -> answer) of each annotation."""
+Annotations = list[tuple[Any, Row]]  # (annotator, question -> answer) of each annotation
 
 _CHOICES = {"left", "right", "tie", "a", "b"}
-_VALUES = ("rating", "number", "choices", "selected", "text")
-"""Keys of Label Studio's values, of which each has one."""
+_VALUES = ("rating", "number", "choices", "selected", "text")  # Keys of Label Studio's values, of which each has one
 _FOLDERS = re.compile(r".*/data/(?:upload/(?:\d+/)?(?:[0-9a-f]{8}-)?|local-files/\?d=)")
 """What Label Studio puts in front of a file's own name or path."""
 _SHORT = {"id", "annotation_id", "created_at", "updated_at", "lead_time", "annotator", "agreement"}

@@ -15,8 +15,7 @@ from .ratings import UNKNOWN_AGREEMENT, describe_ratings
 from .records import PreferencePair, PreferenceSet, QualitySet
 from .tables import listed
 
-Item = tuple[str, str]
-"""(reference of an image, name of its set)."""
+Item = tuple[str, str]  # (reference of an image, name of its set)
 
 
 PACKAGED_JUDGE = "packaged judge"

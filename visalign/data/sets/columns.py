@@ -17,12 +17,10 @@ from .records import PreferencePair, QualityRecord
 from .tables import NumberedRows, Row, column_names, listed, nearest_first, plain_name, read_rows
 from .text_rows import refer_to_texts
 
-SIDES = {"left": 1.0, "right": 0.0, "tie": 0.5}
-"""Word for a label -> share for the left image."""
+SIDES = {"left": 1.0, "right": 0.0, "tie": 0.5}  # Word for a label -> share for the left image
 CODINGS = ("share", "margin")
 """Numeric label columns: the share for the left image, 0 to 1; or a number whose sign names the winner."""
-WORDS = {**SIDES, "a": 1.0, "b": 0.0}
-"""Words that need no coding."""
+WORDS = {**SIDES, "a": 1.0, "b": 0.0}  # Words that need no coding
 IMAGES = ("image", "image_left", "image_right")
 SHOWN_NAMES = {
     "prompt": ("caption", "text"),
@@ -37,11 +35,9 @@ JUDGED_NAMES = {
     "annotator": ("rater", "rater_id", "annotator_id", "worker_id", "voter"),
 }
 """The same for tables of judgements."""
-RATERS = {"annotator", *JUDGED_NAMES["annotator"]}
-"""Columns of which one tells that a table has a row per rater."""
+RATERS = {"annotator", *JUDGED_NAMES["annotator"]}  # Columns of which one tells that a table has a row per rater
 
-_LONGEST_PATH = 4096
-"""Longest path of the usual systems; a longer text may be an image in base64."""
+_LONGEST_PATH = 4096  # Longest path of the usual systems; a longer text may be an image in base64
 _VOTES = ("votes_left", "votes_right", "votes_tie")
 _PAIR_COLUMNS = ("prompt", "image_left", "image_right", "label", "votes", "ballots", *_VOTES)
 _QUALITY_COLUMNS = ("image", "mos", "std", "prompt", "higher_is_better")

@@ -25,8 +25,7 @@ from .text_rows import completion_text, split_pair
 Record = dict[str, Any]
 NumberedRecord = tuple[int, Record]
 PAIR, VOTE, SCORED = ("chosen", "rejected"), ("completion", "label"), ("completion", "reward")
-RANKED = ("completions", "scores")
-"""The columns, besides "prompt", of the layouts; the first two are TRL's."""
+RANKED = ("completions", "scores")  # The columns, besides "prompt", of the layouts; the first two are TRL's
 _HUMAN, _ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 """What begins the turns of HH-RLHF's transcripts."""
 

@@ -17,8 +17,7 @@ from visalign.errors import UserError
 
 PARQUET = "parquet://"
 SHAPES = "shapes://"
-TEXT = "text://"
-"""Begins the reference of a completion, which follows it as it is."""
+TEXT = "text://"  # Begins the reference of a completion, which follows it as it is
 
 
 class CompletionText(str):

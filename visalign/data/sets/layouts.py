@@ -21,8 +21,7 @@ from .image_references import parquet_reference
 from .records import PreferencePair, PreferenceSet, QualitySet, mix_sides
 from .tables import NumberedRows, Row, read_rows, require_columns, select_split
 
-VOTES = {"leftvote": 1.0, "rightvote": 0.0, "tievote": 0.5, "bothbad_vote": 0.5}
-"""GenAI-Bench's vote_type -> label."""
+VOTES = {"leftvote": 1.0, "rightvote": 0.0, "tievote": 0.5, "bothbad_vote": 0.5}  # GenAI-Bench's vote_type -> label
 
 Fields = Iterator[tuple[int, dict[str, Any]]]
 

@@ -15,8 +15,7 @@ from visalign.errors import UserError, excerpt
 
 from .columns import image_path, read_table
 
-CELLS = 64
-"""Cells of a map of faults on each side."""
+CELLS = 64  # Cells of a map of faults on each side
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,17 +25,14 @@ from .tables import READERS, listed, nearest_first, plain_name, read_rows
 
 Record = dict[str, Any]
 
-EMBEDDED = {"shapes:train": train_prompts, "shapes:heldout": heldout_prompts}
-"""Names of the embedded prompt sets."""
+EMBEDDED = {"shapes:train": train_prompts, "shapes:heldout": heldout_prompts}  # Names of the embedded prompt sets
 COMPLETION, SOLUTION = "completion", "solution"
 COMPLETIONS = (COMPLETION, SOLUTION, "response", "answer")
 """Fields of the completion when none is named: the first of these that a record has."""
-CAPTIONS = (".txt", ".caption")
-"""Endings of the captions next to images, as kohya's trainers read them."""
+CAPTIONS = (".txt", ".caption")  # Endings of the captions next to images, as kohya's trainers read them
 _PROMPTS = {False: ("caption", "text"), True: ("question",)}
 """Whether prompts are for a language model -> fields that are read as the prompt where a record has none."""
-TOOL_ANSWERS = "tool_answers"
-"""Field with the [start, end] character spans of a completion that a tool wrote."""
+TOOL_ANSWERS = "tool_answers"  # Field with the [start, end] character spans of a completion that a tool wrote
 CHAT = "text or a list of messages"
 EXAMPLE = '{"prompt": "1 + 1 = ?", "completion": "2"}'
 _SOURCES = 'Give each prompt one: a .jsonl file of {"prompt": "make it blue", "source": "cup.png"}.'
@@ -138,12 +135,10 @@ def load_prompts(
         return EMBEDDED[str(source)]()
     path, name = find_table(source), f"prompt file {source}"
     has_ending = path.suffix.lower() in (".txt", *READERS)
-    if has_ending and not path.exists():
-        raise UserError(f"no prompt set {str(source)!r}: there is no such file. Correct the path.")
     if not path.is_dir() and not (has_ending and path.is_file()):
         raise UserError(
-            f"no prompt set {str(source)!r}: give a .txt file (a prompt per line), {', '.join(READERS)} file (a "
-            f"record per row), folder of images with captions, {FORMS}, or {', '.join(packaged)} (packaged)."
+            f"no prompt set {str(source)!r}: give an existing file, .txt (a prompt per line) or {', '.join(READERS)} "
+            f"(a record per row), a folder of images with captions, {FORMS}, or {', '.join(packaged)} (packaged)."
         )
     records: dict[tuple[str, ...], tuple[int, Record]] = {}
     blank = repeated = 0

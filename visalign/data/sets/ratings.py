@@ -13,8 +13,7 @@ from visalign.errors import UserError
 from .records import QualityRecord, QualitySet
 from .tables import listed
 
-OUTLIER = 3.0
-"""Distance of a rating from the middle half of all, in widths of that half, from which it is reported."""
+OUTLIER = 3.0  # Distance of a rating from the middle half of all, in widths of that half, from which it is reported
 
 UNKNOWN_AGREEMENT = "how far people agree is not known"
 

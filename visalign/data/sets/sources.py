@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from visalign.data.shapes.preferences import ShapesPreferences
 from visalign.data.text_tasks.tasks import heldout_tasks, text_tasks, wrong_solutions
@@ -25,16 +25,12 @@ from .tables import Row, listed, require_columns, select_split
 from .text_rows import refer_to_texts
 
 GENERATED = ("shapes:pairs", "shapes:quality")
-TASK_PAIRS = "tasks:pairs"
-"""Set of completions: the solution of each packaged task, and that of another."""
-SHAPES_PAIRS = 400
-"""Default number of pairs or rated images of a generated set."""
-MOST_GENERATED = 100_000
-"""Largest number of them: all are drawn before the first is judged."""
+TASK_PAIRS = "tasks:pairs"  # Completions: the solution of each packaged task, and that of another
+SHAPES_PAIRS = 400  # Default number of pairs or rated images of a generated set
+MOST_GENERATED = 100_000  # Largest number of them: all are drawn before the first is judged
 _NEEDED = {"pairs": ("prompt", "image_left", "image_right"), "quality": ("image", "mos")}
 
-_VOTES = {"votes", "votes_left", "votes_right"}
-"""Columns that may stand for the label."""
+_VOTES = {"votes", "votes_left", "votes_right"}  # Columns that may stand for the label
 Kind = Literal["pairs", "quality"]
 
 
@@ -89,9 +85,7 @@ def load_preferences(
     pair's rows), `generator_left` and `generator_right`, `resolution`, `category`, `split`, `prompt_id`. All
     others are kept in `extra`. Relative image paths are taken from the file's folder.
     """
-    pairs = _read_file(path, "pairs", split, limit, columns)
-    assert isinstance(pairs, PreferenceSet)
-    return pairs
+    return cast("PreferenceSet", _read_file(path, "pairs", split, limit, columns))
 
 
 def load_quality(
@@ -103,9 +97,7 @@ def load_quality(
     `annotator` (a row per rating, of which an image's mean counts), and `higher_is_better` (equal in all rows; true
     where it is absent). Others are kept in `extra`.
     """
-    records = _read_file(path, "quality", split, limit, columns)
-    assert isinstance(records, QualitySet)
-    return records
+    return cast("QualitySet", _read_file(path, "quality", split, limit, columns))
 
 
 def from_dataframe(

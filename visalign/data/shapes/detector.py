@@ -22,18 +22,13 @@ from .prompts import COLORS, SHAPES
 from .render import PALETTE, render_many
 from .scenes import SIZE, Scene, SceneObject
 
-UNKNOWN = "unknown"
-"""Shape of a component that looks like none of SHAPES; it still counts as something in the image."""
+UNKNOWN = "unknown"  # Shape of a component that looks like none of SHAPES; it still counts as something in the image
 
-MIN_AREA = 24
-"""Pixels; smaller components are specks. The smallest object, a cross of radius 6, covers 80."""
+MIN_AREA = 24  # Pixels; smaller components are specks. The smallest object, a cross of radius 6, covers 80.
 
-MIN_OVERLAP = 0.72
-"""Intersection over union with the best ideal shape, below which a component's shape is UNKNOWN."""
+MIN_OVERLAP = 0.72  # Intersection over union with the best ideal shape, below which a component's shape is UNKNOWN
 
-MAX_MISFIT = 0.35
-"""Relative error of height plus width against the best ideal shape, above which the shape is UNKNOWN."""
-
+MAX_MISFIT = 0.35  # Relative error of height plus width against the best ideal shape, above which the shape is UNKNOWN
 _CHROMA_SHARE = 0.42  # least share of a color's full chroma: about half-covered edge pixels
 _WHITE_FLOOR = 138.0  # darkest channel of a white pixel: half-way between the lightest ground and shaded white
 _TEMPLATE = 24  # side of the grid on which masks are compared

@@ -32,13 +32,11 @@ Kind = Literal["alignment", "quality", "richness", "mixed"]
 """Differences between the images of a pair; "mixed" draws everything freely."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-CLEAR = 0.3
-"""From this difference of utility on, the truth of a pair counts as clear."""
+CLEAR = 0.3  # From this difference of utility on, the truth of a pair counts as clear
 
 _BASE_NOISE, _QUALITY_NOISE = 0.15, 1.2
 _DISTORTED = {"blur": "blurred", "noise": "noisy", "jpeg": "compression marks", "contrast": "low contrast"}
-VISIBLE = 0.3
-"""Severity below which a distortion is neither asked about nor named in a reason."""
+VISIBLE = 0.3  # Severity below which a distortion is neither asked about nor named in a reason
 
 
 @dataclass(frozen=True, kw_only=True)

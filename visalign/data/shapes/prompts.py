@@ -24,8 +24,7 @@ RELATIONS = ("left of", "right of", "above", "below")
 COUNT_WORDS = {2: "two", 3: "three", 4: "four"}
 CATEGORIES = ("single_object", "two_objects", "counting", "colors", "position", "color_attribution")
 
-HELDOUT_SHARE = 0.25
-"""Share of the combinations of each category that no training prompt contains."""
+HELDOUT_SHARE = 0.25  # Share of the combinations of each category that no training prompt contains
 
 _INVERSE = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
 _Noun = tuple[str | None, str | None, str]
@@ -130,8 +129,7 @@ def train_prompts() -> list[Record]:
     return [record for record in all_prompts() if not is_heldout(record)]
 
 
-HELDOUT_PER_CATEGORY = 60
-"""Largest number of held-out prompts of a category; small categories have fewer."""
+HELDOUT_PER_CATEGORY = 60  # Largest number of held-out prompts of a category; small categories have fewer
 
 
 def heldout_prompts() -> list[Record]:

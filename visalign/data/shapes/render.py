@@ -21,8 +21,7 @@ PALETTE: dict[str, tuple[int, int, int]] = {
     "white": (245, 245, 245),
 }
 
-CROSS_ARM = 1.0 / 3.0
-"""Half-width of a cross's bar as a share of its half-extent."""
+CROSS_ARM = 1.0 / 3.0  # Half-width of a cross's bar as a share of its half-extent
 
 _OUTLINE_WIDTH, _OUTLINE_DARKEN = 1.5, 0.62
 _GRID = (np.arange(SIZE, dtype=np.float32) + 0.5).astype(np.float32)

@@ -15,17 +15,14 @@ import numpy as np
 
 from .prompts import COLORS, Record
 
-SIZE = 64
-"""Height and width of an image in pixels."""
+SIZE = 64  # Height and width of an image in pixels
 
-STYLES = ("flat", "outlined", "shaded", "textured")
-"""The richness axis, poorest first: detail that no prompt asks for."""
+STYLES = ("flat", "outlined", "shaded", "textured")  # The richness axis, poorest first: detail that no prompt asks for
 
 DISTORTIONS = ("none", "blur", "noise", "jpeg", "contrast")
 """The quality axis; each but "none" has a severity in [0, 1]."""
 
-MILD = 0.2
-"""Up to this severity of blur or noise the verifier is specified."""
+MILD = 0.2  # Up to this severity of blur or noise the verifier is specified
 
 RADIUS = {"small": (6.0, 7.6), "medium": (9.0, 9.6), "big": (11.2, 13.0)}
 """Half of an object's extent; the gaps keep the size words unambiguous in the pixels."""

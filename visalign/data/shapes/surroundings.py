@@ -28,11 +28,9 @@ GROUNDS: dict[str, tuple[int, int, int]] = {
 }
 """Grounds on which judges are measured besides the world's own dark greys: name -> RGB."""
 
-CONTRAST = 75.0
-"""Least Euclidean distance in RGB between a ground and an object on it, in light and in shade."""
+CONTRAST = 75.0  # Least Euclidean distance in RGB between a ground and an object on it, in light and in shade
 
-SMALLEST = 0.5
-"""Least share of a canvas's side that its image takes: 64 pixels on 128."""
+SMALLEST = 0.5  # Least share of a canvas's side that its image takes: 64 pixels on 128
 
 _HELDOUT_DISTANCE, _EDGE, _SHADE = 48.0, 40.0, 0.72
 _GROUND_SHARE, _SPECKS_SHARE, _CANVAS_SHARE = 0.75, 0.4, 0.4

@@ -10,8 +10,7 @@ from typing import Literal
 from . import workings
 from .workings import Problem, Rng, Working, draw_numbers, draw_operands, draw_repeating
 
-LEVELS = (1, 2, 3)
-"""Difficulty: larger numbers, longer lists."""
+LEVELS = (1, 2, 3)  # Difficulty: larger numbers, longer lists
 
 
 @dataclass(frozen=True, kw_only=True)

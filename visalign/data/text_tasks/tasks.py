@@ -27,18 +27,15 @@ from .workings import Problem, listed
 Record = dict[str, Any]
 Split = Literal["train", "heldout"]
 
-TASKS = tuple(KINDS)
-"""Names of the kinds."""
+TASKS = tuple(KINDS)  # Names of the kinds
 
-HELDOUT_SHARE = 0.2
-"""Share of the problems of each kind that no training record contains."""
+HELDOUT_SHARE = 0.2  # Share of the problems of each kind that no training record contains
 
 HELDOUT_PER_TASK = 15
 
 _OPEN = "\\boxed{"
 _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,99}")  # int() refuses thousands of digits
-_PATIENCE = 20_000
-"""Draws in a row without a new problem after which there is taken to be none."""
+_PATIENCE = 20_000  # Draws in a row without a new problem after which there is taken to be none
 
 
 def problem_key(task: str, problem: Problem) -> str:

@@ -20,8 +20,7 @@ from visalign.vision.pixels import to_levels
 
 from .samples import Records
 
-KEY = "references"
-"""File stem of the references in a checkpoint."""
+KEY = "references"  # File stem of the references in a checkpoint
 
 
 class ReferenceImages:

@@ -20,24 +20,16 @@ from .runtime import PhaseClock
 class Counters:
     """Progress of a run; these and the tensors are the whole checkpoint."""
 
-    iteration: int = 0
-    """Iterations finished."""
-    updates: int = 0
-    """Optimizer updates, skipped ones included."""
-    skipped: int = 0
-    """Updates left out because their gradient was not finite."""
-    samples: int = 0
-    """Samples generated or read for training, all processes."""
-    tokens: int = 0
-    """Tokens of these; 0 for images."""
+    iteration: int = 0  # Iterations finished
+    updates: int = 0  # Optimizer updates, skipped ones included
+    skipped: int = 0  # Updates left out because their gradient was not finite
+    samples: int = 0  # Samples generated or read for training, all processes
+    tokens: int = 0  # Tokens of these; 0 for images
     forward_equivalents: int = 0
-    seconds: float = 0.0
-    """Wall-clock seconds, those before a resume included."""
-    loss_scale: float = 1.0
-    """Factor of the loss against underflow; above 1 only for networks in float16."""
+    seconds: float = 0.0  # Wall-clock seconds, those before a resume included
+    loss_scale: float = 1.0  # Factor of the loss against underflow; above 1 only for networks in float16
     since_overflow: int = 0
-    own: dict[str, Any] = field(default_factory=dict)
-    """State of the algorithm and of the monitor, JSON values."""
+    own: dict[str, Any] = field(default_factory=dict)  # State of the algorithm and of the monitor, JSON values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +64,8 @@ class Algorithm(Protocol):
     """Kind of training. The inherited methods are the simple case: one learning rate, float32, one update for
     each entry of the experience, no ratio, no state."""
 
-    accelerator: Accelerator
-    """Device, processes, trackers; without mixed precision, which is the model's own."""
-    ratio_bound: float | None = None
-    """Largest |log r| of a run's first update; None where there is no ratio."""
+    accelerator: Accelerator  # Device, processes, trackers; without mixed precision, which is the model's own
+    ratio_bound: float | None = None  # Largest |log r| of a run's first update; None where there is no ratio
 
     def parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
         """Return names and trained parameters, in a fixed order."""

@@ -90,10 +90,8 @@ class TrainResult:
     """End of a call of `train`."""
 
     counters: Counters
-    stopped: str
-    """"finished", "interrupted" (Ctrl-C, SIGTERM), "max_seconds", "patience" or "monitor"."""
-    signal: int | None = None
-    """Signal that interrupted this process."""
+    stopped: str  # "finished", "interrupted" (Ctrl-C, SIGTERM), "max_seconds", "patience" or "monitor"
+    signal: int | None = None  # Signal that interrupted this process
 
 
 class Trainer(Generic[A]):

@@ -33,8 +33,7 @@ class HeldoutPairs:
     share: Tensor  # Share of the votes for the left image, ties half; NaN where there are none
     weight: Tensor  # Votes behind `share`
     clear: Tensor  # Bool: True where the truth is clear
-    example: Tensor | None = None
-    """Number of the example that each pair is of; None where each is its own."""
+    example: Tensor | None = None  # Number of the example that each pair is of; None where each is its own
     mass: Tensor | None = None
     """Probability of all allowed answers, the smaller of the pair's two; None for models without answers."""
 

@@ -18,8 +18,7 @@ from visalign.core import Prepared
 from visalign.core.advantages.copo import consistency_entropy
 from visalign.core.tokens.entropy import covariance_statistics, token_covariance
 
-SHARES = (0.0002, 0.002, 0.02, 0.2, 0.5)
-"""Shares of the tokens whose mean covariance is reported, as in table 1."""
+SHARES = (0.0002, 0.002, 0.02, 0.2, 0.5)  # Shares of the tokens whose mean covariance is reported, as in table 1
 
 
 def policy_entropy(total: Tensor, length: Tensor) -> dict[str, float]:

@@ -36,24 +36,15 @@ class GridPoint:
 class Completions:
     """B completions of one or several grid points, on the CPU."""
 
-    prompt: Sequence[int]
-    """B indices of the prompts' records."""
-    number: Sequence[int]
-    """B numbers of the completions among those to the same prompt at the same point."""
-    point: Sequence[GridPoint]
-    """B grid points."""
-    text: Sequence[str]
-    """B completions, without special tokens."""
-    reward: Tensor
-    """[B] float32, higher is better; NaN where the reward failed."""
-    tokens: Sequence[int]
-    """B lengths, end token included."""
-    truncated: Tensor
-    """bool [B], True where the completion met the length limit."""
-    reason: Sequence[str | None]
-    """Why the reward failed; None where it did not."""
-    answers: Sequence[Sequence[Sequence[int]]]
-    """B lists of (begin, end) characters of the text that a tool wrote."""
+    prompt: Sequence[int]  # B indices of the prompts' records
+    number: Sequence[int]  # B numbers of the completions among those to the same prompt at the same point
+    point: Sequence[GridPoint]  # B grid points
+    text: Sequence[str]  # B completions, without special tokens
+    reward: Tensor  # [B] float32, higher is better; NaN where the reward failed
+    tokens: Sequence[int]  # B lengths, end token included
+    truncated: Tensor  # bool [B], True where the completion met the length limit
+    reason: Sequence[str | None]  # Why the reward failed; None where it did not
+    answers: Sequence[Sequence[Sequence[int]]]  # B lists of (begin, end) characters of the text that a tool wrote
 
     def __len__(self) -> int:
         return len(self.text)
