@@ -70,9 +70,7 @@ def check_bare(model: Any, merging: str) -> None:
 
 
 def insert_adapters(model: Any, lora: LoraSettings, targets: list[str], *, task: str | None = None) -> list[LoraLayer]:
-    """Freeze a model and insert trainable float32 adapters into the linear layers named by suffix, in place;
-    return the layers with adapters, for `lora_disabled`.
-    """
+    """Freeze a model, put trainable float32 adapters into linear layers named by suffix; return these layers."""
     model.requires_grad_(False)
     config = LoraConfig(
         r=lora.rank,

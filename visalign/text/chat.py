@@ -173,9 +173,7 @@ class PromptEncoder:
         return next(iter([*marks, *(token for token in between if token in ends)]), None)
 
     def end_token(self, prompt: Prompt, ends: Sequence[int]) -> int:
-        """Return the token that ends a completion of a prompt: `turn_end`, or the tokenizer's after plain text;
-        the first of `ends` where there is none.
-        """
+        """Return the token behind a completion: `turn_end`, after plain text the tokenizer's, else `ends[0]`."""
         chat = not isinstance(prompt, str) or self.plain_as_chat or self._is_rendered(prompt)
         end: Any = self.turn_end(ends) if chat else None
         end = self.tokenizer.eos_token_id if end is None else end

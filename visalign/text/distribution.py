@@ -116,9 +116,7 @@ def chosen_log_prob(log_p: Tensor, target: Tensor) -> LogProbEntropy:
 
 
 def draw_seeds(seeds: int | Sequence[int], count: int) -> list[int]:
-    """Draw `count` sample seeds in [0, 2⁶²) from the seed of a call, the first n the same whatever the count; seeds
-    of the samples themselves stay.
-    """
+    """Draw `count` sample seeds in [0, 2⁶²) from a call's seed, the first n for any count; sample seeds stay."""
     if not isinstance(seeds, int):
         return list(seeds)
     return torch.randint(2**62, (count,), generator=torch.Generator().manual_seed(seeds)).tolist()

@@ -24,10 +24,9 @@ def hashed_ngrams(texts: Sequence[str], *, n: int = 3, size: int = 2048) -> Tens
     Case and repeated blanks do not count. The product of two rows is the cosine similarity of their texts;
     n-grams that share a bucket make it a little larger. An empty text gets zeros.
 
-    Example:
-        >>> one, same, other = hashed_ngrams(["A red circle", "a  red circle", "two blue squares"])
-        >>> bool((one == same).all()), float(one @ other) < 0.2
-        (True, True)
+    >>> one, same, other = hashed_ngrams(["A red circle", "a  red circle", "two blue squares"])
+    >>> bool((one == same).all()), float(one @ other) < 0.2
+    (True, True)
     """
     counts = torch.zeros(len(texts), size)
     for row, text in zip(counts, texts, strict=True):
@@ -46,9 +45,8 @@ def changed_words(
     With synonyms (word in lower case -> substitutes) only these words change; without, two neighbouring
     letters within a word of four or more are swapped.
 
-    Example:
-        >>> changed_words("a red circle", Random(0))
-        'a red cicrle'
+    >>> changed_words("a red circle", Random(0))
+    'a red cicrle'
     """
     pieces = _WORDS.split(text)
     words = [i for i, piece in enumerate(pieces) if piece.strip()]

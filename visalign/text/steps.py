@@ -49,9 +49,8 @@ class StepReading:
     def spans(self, text: str) -> list[Span]:
         """Locate the steps of a text; none in a text of blanks.
 
-        Example:
-            >>> StepReading().spans("a = 1\\n\\nb = 2")
-            [(0, 5), (7, 12)]
+        >>> StepReading().spans("a = 1\\n\\nb = 2")
+        [(0, 5), (7, 12)]
         """
         spans, start = [], 0
         for piece in text.split(self.separator):

@@ -37,9 +37,7 @@ class PatchCutter:
 
     @classmethod
     def of(cls, processor: Any, **changes: Any) -> PatchCutter:
-        """Take the settings of an image processor of the Qwen-VL family, but for `changes`; one that does
-        something else to images is refused.
-        """
+        """Take the settings of an image processor of the Qwen-VL family, but for `changes`; refuse any other."""
         size = {**processor.size} if isinstance(processor.size, Mapping) else vars(processor.size)
         settings = {
             "patch": processor.patch_size,

@@ -20,9 +20,7 @@ _ONE = float(2**22)  # PIL's fixed-point 1
 
 
 def resize_like_pil(levels: Tensor, size: tuple[int, int], interpolation: str = "bicubic") -> Tensor:
-    """Resize 8-bit levels [N, C, H, W] in any float dtype to float32 levels, the width first, antialiased as
-    by `PIL.Image.resize` ("bicubic" or "bilinear").
-    """
+    """Resize levels [N, C, H, W] to float32 levels as `PIL.Image.resize` does ("bicubic" or "bilinear")."""
     height, width = size
     levels = levels.double()  # holds the integer sums exactly
     if levels.shape[3] != width:

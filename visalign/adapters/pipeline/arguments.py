@@ -128,9 +128,7 @@ def checked_negative(pipe: Any, family: Family, negative_prompt: str | None) -> 
 
 
 def checked_source(pipe: Any, family: Family, source: Any, sized: bool) -> Source | None:
-    """Return the images to edit (a source as `image_of` takes it, or a list), None where none is taken; without
-    `sized`, a source would decide the size of the result.
-    """
+    """Return the images to edit, or None; without `sized` a source would decide the size of the result."""
     if source is None and family.source == "needed":
         raise UserError(
             f"{type(pipe).__name__} edits an image, and a record has no 'source'. Give each record one: a "

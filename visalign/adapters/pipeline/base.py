@@ -77,9 +77,7 @@ class DiffusersPolicy:
         return self._trained.named()
 
     def save(self, folder: Path) -> None:
-        """Write what was trained, in float32: a LoRA as `save_lora` does, or else the whole pipeline as diffusers
-        (SD3.5 with T5: 21 GB, the transformer 10 of it).
-        """
+        """Write what was trained in float32: a LoRA as `save_lora`, else the pipeline (SD3.5 with T5: 21 GB)."""
         if self.lora is not None:
             save_lora(type(self.pipe), self.networks, Path(folder), self._start)
         else:

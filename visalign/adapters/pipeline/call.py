@@ -104,9 +104,7 @@ class PipelineCall:
         return self.guidance > self.family.off and self.family.has_halves
 
     def encode(self, prompt: str, *, guided: bool, source: Source | None = None) -> Encoded:
-        """Encode one prompt, and the negative one if `guided`, with the arguments that the pipeline's call
-        passes to its `encode_prompt`; `source` are the images to edit.
-        """
+        """Encode a prompt, and the negative one if `guided`, as the pipeline's call does; `source`: images to edit."""
         self._returned.clear()
         image_input = {} if source is None else {"image": source}
         inputs: dict[str, Any] = {"prompt": [prompt], **image_input, **self._scale(guided)}
@@ -158,9 +156,7 @@ class PipelineCall:
         return self._null
 
     def frames(self, latents: Tensor, batch_size: int) -> Tensor:
-        """Decode images [B, 3, H, W], or videos [B, F, 3, H, W], float32 in [0, 1], as the pipeline does,
-        `batch_size` latents per pass of the autoencoder.
-        """
+        """Decode images [B, 3, H, W] or videos [B, F, 3, H, W] in [0, 1], `batch_size` latents at a time."""
         frames = []
         for chunk in latents.split(1 if self.family.alone == "always" else batch_size):
             inputs = self.inputs([self.nothing] * len(chunk))

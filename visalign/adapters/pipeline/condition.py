@@ -85,18 +85,14 @@ def named(returned: Sequence[tuple[Any, ...]], names: Sequence[str]) -> Encoded:
 
 
 def join(rows: Sequence[Encoded], axes: Mapping[str, int]) -> dict[str, Any]:
-    """Return the arguments of the call for n samples; embeddings that have masks are padded to the longest.
-    `axes`: argument -> axis of the samples, where it is not the first.
-    """
+    """Join arguments of n samples, padded where they have masks; `axes`: argument -> axis of the samples, else 0."""
     shared = {"image": rows[0]["image"]} if "image" in rows[0] else {}
     names = [name for name in rows[0] if name not in shared]
     return shared | {name: _joined(name, [row[name] for row in rows], axes.get(name, 0)) for name in names}
 
 
 def lengths(row: Encoded, axes: Mapping[str, int], *, padded: bool = True) -> tuple[int, ...]:
-    """Return what the samples of one call must share: images to edit, and lengths of tensors without a mask
-    (of all, if those with a mask may not be `padded`).
-    """
+    """Return what samples of one call must share: images to edit, lengths of tensors that may not be `padded`."""
     if padded and any("mask" in name for name in row):
         return (id(row.get("image")),)
     tensors = [(v, axes.get(n, 0)) for n, v in row.items() if isinstance(v, Tensor) and "cu_seqlens" not in n]

@@ -62,9 +62,7 @@ class ImageEncoder:
 
     @torch.no_grad()
     def __call__(self, images: Sequence[Tensor]) -> Tensor:
-        """Return latents [B, *latent_shape] in the policy's storage dtype of B images [3, H, W] in [0, 1] of
-        any size; see `fitted`.
-        """
+        """Encode B images [3, H, W] in [0, 1] of any size (`fitted`) as latents in the policy's storage dtype."""
         batches, policy = [], self.policy
         with _in_float32(self.vae):
             for start in range(0, len(images), policy.decode_batch):

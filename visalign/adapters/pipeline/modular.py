@@ -127,9 +127,7 @@ class _OneCall:
         return self.device
 
     def encode_prompt(self: Any, state: Any) -> tuple[Any, ...]:
-        """Run the encoders on a state. A language model's answer to a prompt, where there is one, is cached;
-        an empty prompt, used for shapes, stays empty.
-        """
+        """Run the encoders on a state; a language model's rewriting of a prompt is cached, none is made of ""."""
         prompt = state.get("prompt")
         if prompt not in self._captions:
             for block in self._upsampling:

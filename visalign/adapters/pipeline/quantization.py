@@ -86,9 +86,7 @@ def quantization_of(
 
 
 def dtype_of(network: Any) -> torch.dtype:
-    """Return the dtype of a network's numbers: in 4 bits that of its products, as its weights are bytes, and
-    all of them where no norm or bias is left (FLUX.3).
-    """
+    """Return the dtype of a network's numbers; of weights in 4 bits, which are bytes, that of their products."""
     config: Any = getattr(getattr(network, "hf_quantizer", None), "quantization_config", None)
     return config.bnb_4bit_compute_dtype if getattr(config, "load_in_4bit", False) else network.dtype
 

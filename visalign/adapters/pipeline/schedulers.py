@@ -135,9 +135,7 @@ def handing_scheduler(scheduler: Any) -> Handing:
 
 
 def time_of(scheduler: Handing, sigmas: Tensor, schedule: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the times that the pipeline passes to its network at any noise levels; `schedule` is a fine one
-    of a flow, σ and times, to interpolate.
-    """
+    """Return the network's times at any noise levels; `schedule` (σ, times) of a flow is fine, to interpolate."""
     if isinstance(scheduler, HandingFlow):
         levels, times = (part.numpy() for part in schedule)
         settings: Any = scheduler.config

@@ -81,9 +81,7 @@ class WeightedJointAttention:
 
 
 def use_weighted_attention(transformer: Any) -> None:
-    """Install the processor in every attention layer of an SD3 transformer, in place; its behaviour without
-    `context_log_multiplicity` does not change.
-    """
+    """Install the processor in every attention layer of an SD3 transformer, in place."""
     names = {type(p).__name__ for p in transformer.attn_processors.values()}
     foreign = names - {"JointAttnProcessor2_0", WeightedJointAttention.__name__}
     if foreign:

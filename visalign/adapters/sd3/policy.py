@@ -185,9 +185,7 @@ class SD3Policy(DiffusersPolicy):
         return sigmas.float() * self.pipe.scheduler.config.num_train_timesteps
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Images [B, 3, H, W] float32 in [0, 1] of latents [B, C, H, W], as the pipeline decodes them; in
-        bfloat16 if that is the autocast.
-        """
+        """Decode latents [B, C, H, W] to float32 [B, 3, H, W] in [0, 1], in bfloat16 if that is the autocast."""
         vae, images = self.pipe.vae, []
         scale, shift = vae.config.scaling_factor, vae.config.shift_factor or 0.0
         # float16 is left out: its range is too short for some autoencoders (diffusers' `force_upcast`).
@@ -201,9 +199,7 @@ class SD3Policy(DiffusersPolicy):
         return (torch.cat(images) / 2 + 0.5).clamp(0, 1).contiguous()
 
     def sigmas(self, steps: int, *, timestep_schedule: str = "diffusers") -> Tensor:
-        """The timestep schedule [steps + 1], float32, from 1 down to 0: "diffusers" is what the pipeline's
-        scheduler uses (shift applied twice); "plain" applies it once.
-        """
+        """The timestep schedule [steps + 1], 1 down to 0; "diffusers" applies the shift twice, "plain" once."""
         scheduler = self.pipe.scheduler
         if not isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
             raise UserError(

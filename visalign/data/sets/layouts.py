@@ -58,8 +58,7 @@ def hpdv2(folder: Path, split: str) -> Fields:
 
     train: one choice per row (`human_preference`, 1 for the chosen image). test: a ranking per prompt (`rank`, 1 is
     best), with those of the annotators in `raw_annotations`; each of its pairs is a record with their votes.
-
-    Source: Wu et al., arXiv 2306.09341; columns as in its README and in its files.
+    Wu et al., arXiv 2306.09341; columns as in its README and in its files.
     """
     path = _annotation_file(folder, [f"{split}.json", f"{split}.jsonl"], "HPDv2")
     images = folder / split if (folder / split).is_dir() else folder
@@ -80,10 +79,8 @@ def hpdv2(folder: Path, split: str) -> Fields:
 def hpdv3(folder: Path, split: str) -> Fields:
     """Read HPDv3: `{split}.json` with `path1` (the winner), `path2`, `model1`, `model2`, `choice_dist`.
 
-    The winner always comes first there; `load_layout` mixes the sides by a hash of the paths, so that a
-    judge with a position bias gains nothing. `confidence` is kept in `extra`.
-
-    Source: Ma et al., arXiv 2508.03789.
+    The winner always comes first there; `load_layout` mixes the sides by a hash of the paths, so that a judge with a
+    position bias gains nothing. `confidence` is kept in `extra`. Ma et al., arXiv 2508.03789.
     """
     path = _annotation_file(folder, [f"{split}.json", f"{split}.jsonl"], "HPDv3")
     for number, row in _rows(path, ("prompt", "path1", "path2"), "HPDv3"):
@@ -97,10 +94,8 @@ def hpdv3(folder: Path, split: str) -> Fields:
 def pick_a_pic(folder: Path, split: str) -> Fields:
     """Read Pick-a-Pic v1 and v2: Parquet files `{split}-*.parquet` (also in `data/`) with images inside.
 
-    Rows with `has_label` false are left out; `label_0` is 1, 0, or 0.5 for a tie. A file without the columns
-    `jpg_0`, `jpg_1` gives the URLs: such pairs can be evaluated on precomputed scores.
-
-    Source: Kirstain et al., arXiv 2305.01569.
+    Rows with `has_label` false are left out; `label_0` is 1, 0, or 0.5 for a tie. A file without the columns `jpg_0`,
+    `jpg_1` gives the URLs: such pairs can be evaluated on precomputed scores. Kirstain et al., arXiv 2305.01569.
     """
     import pyarrow.parquet
 
@@ -127,11 +122,9 @@ def pick_a_pic(folder: Path, split: str) -> Fields:
 def image_reward(folder: Path, split: str) -> Fields:
     """Read ImageReward: `{split}.json` with `generations` and `ranking`, or the metadata of ImageRewardDB.
 
-    The repository has `data/test.json` next to `data/test_images/`; ImageRewardDB has
-    `metadata-{split}.parquet` with a row per image (`prompt_id`, `image_path`, `rank`). Rank 1 is best, equal
-    ranks tie; each pair of a prompt is a record.
-
-    Source: Xu et al., arXiv 2304.05977.
+    The repository has `data/test.json` next to `data/test_images/`; ImageRewardDB has `metadata-{split}.parquet` with
+    a row per image (`prompt_id`, `image_path`, `rank`). Rank 1 is best, equal ranks tie; each pair of a prompt is a
+    record. Xu et al., arXiv 2304.05977.
     """
     path = _annotation_file(folder, [f"{split}.json", f"metadata-{split}.parquet"], "ImageReward")
     if path.suffix == ".json":
@@ -156,8 +149,7 @@ def genai_bench(folder: Path, split: str) -> Fields:
     """Read GenAI-Bench: Parquet files `image_generation/{split}*.parquet` with images inside.
 
     `vote_type` is leftvote, rightvote, tievote or bothbad_vote; the last two are ties. It is kept in `extra`.
-
-    Source: Jiang et al., arXiv 2406.04485.
+    Jiang et al., arXiv 2406.04485.
     """
     inside = folder / "image_generation"
     columns = ("prompt", "left_model", "right_model", "vote_type")
@@ -186,8 +178,7 @@ def kadid10k(folder: Path) -> Fields:
 
     Its dmos runs from 1 to 5 and higher is better, whatever the name says; var is the variance. The category
     is the kind of distortion, 01 to 25, from the file's name (I01_07_03.png -> "07").
-
-    Source: Lin, Hosu and Saupe, KADID-10k, QoMEX 2019.
+    Lin, Hosu and Saupe, KADID-10k, QoMEX 2019.
     """
     path = _annotation_file(folder, ["dmos.csv"], "KADID-10k")
     for number, row in _rows(path, ("dist_img", "ref_img", "dmos", "var"), "KADID-10k"):
@@ -202,8 +193,7 @@ def koniq10k(folder: Path) -> Fields:
     `1024x768/` or `512x384/`.
 
     The score is MOS (1 to 5) with its SD; the second file also has the published split in `set`.
-
-    Source: Hosu et al., IEEE Trans. Image Processing 29 (2020) 4041.
+    Hosu et al., IEEE Trans. Image Processing 29 (2020) 4041.
     """
     names = ["koniq10k_distributions_sets.csv", "koniq10k_scores_and_distributions.csv"]
     path = _annotation_file(folder, names, "KonIQ-10k")
@@ -218,8 +208,7 @@ def spaq(folder: Path) -> Fields:
     """Read SPAQ: `Annotations/MOS and Image attribute scores.xlsx` (or .csv), images in `TestImage/`.
 
     The score is MOS, 0 to 100; the attributes (Brightness, Colorfulness ...) are kept in `extra`.
-
-    Source: Fang et al., Perceptual Quality Assessment of Smartphone Photography, CVPR 2020.
+    Fang et al., Perceptual Quality Assessment of Smartphone Photography, CVPR 2020.
     """
     inside = folder / "Annotations"
     names = [f"MOS and Image attribute scores.{ending}" for ending in ("csv", "xlsx")]
@@ -232,10 +221,8 @@ def spaq(folder: Path) -> Fields:
 def geneval(path: Path) -> Fields:
     """Read the `results.jsonl` of GenEval's rules.
 
-    The score is `correct`, 1 or 0, with `tag` as category and `reason` and `metadata` in `extra`; paths start
-    at the folder of the file, or else are kept unchanged.
-
-    Source: Ghosh et al., arXiv 2310.11513; columns as its code writes them.
+    The score is `correct`, 1 or 0, with `tag` as category and `reason` and `metadata` in `extra`; paths start at the
+    folder of the file, or else are kept unchanged. Ghosh et al., arXiv 2310.11513; columns as its code writes them.
     """
     for number, row in _rows(path, ("filename", "tag", "prompt", "correct"), "GenEval's results.jsonl"):
         local = path.parent / row["filename"]

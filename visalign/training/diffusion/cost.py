@@ -31,11 +31,10 @@ def forward_equivalents_per_image(
     over every trained step before the update (KL in the reward, off-policy correction). `guided_rollout` None is as
     `guided`. m = `measured`: gradients of single rewards in which an image takes part, for their balance.
 
-    Example:
-        Flow-GRPO on SD3.5 (10 steps, 9 trained, guidance 4.5, β > 0), where the published code spends 92:
+    Flow-GRPO on SD3.5 (10 steps, 9 trained, guidance 4.5, β > 0), where the published code spends 92:
 
-        >>> forward_equivalents_per_image(steps=10, trained=9, guided=True, reference=True)
-        74.0
+    >>> forward_equivalents_per_image(steps=10, trained=9, guided=True, reference=True)
+    74.0
     """
     passes = 2 if guided else 1
     pair = passes - 1 + 3 + reference * passes

@@ -402,9 +402,7 @@ def check_more_samples(
     reward: Any = None,
     renewed: bool = False,
 ) -> None:
-    """Refuse dynamic sampling where no rewards of a group decide what is learnt, and a replay where a ratio would lie
-    or stored rewards cannot be compared with new ones.
-    """
+    """Refuse dynamic sampling or a replay that the algorithm, the reward or the rollout has no use for."""
     if renewed and rollout.staleness and objective.credit == "one_step":
         raise UserError(
             "objective.credit=one_step scores after the next iteration has renewed the references of rewards.terms. "

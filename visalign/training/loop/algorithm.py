@@ -110,8 +110,7 @@ class Algorithm(Protocol):
         """Undo an iteration's changes of the model other than weights, also after a failure."""
 
     def finish(self, run: Context) -> None:
-        """End an iteration, which the counters already include, and store in `counters.own` and `tensors`
-        what a resume needs."""
+        """End an iteration that the counters include; store in `counters.own` and `tensors` what a resume needs."""
 
     def unsharded(self) -> AbstractContextManager[Any]:
         """Hold the whole of a divided model in each process inside the block."""

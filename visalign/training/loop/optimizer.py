@@ -154,8 +154,7 @@ class TrainedWeights:
 
     @torch.no_grad()
     def resolution(self) -> float:
-        """Compute the median of √v̂ / ε over about 100,000 numbers; near 1 and below, ε swallows the steps.
-        NaN: none."""
+        """Compute the median of √v̂ / ε of some 100,000 numbers (NaN: none); near 1, ε swallows the steps."""
         stride, samples = max(1, sum(master.numel() for _, master in self.masters) // 100_000), []
         for group in self.optimizer.param_groups:
             for master in group["params"]:

@@ -39,9 +39,8 @@ SUPERVISED_COLUMNS = (
 def clock_text(seconds: float) -> str:
     """Format seconds as 1:02:03 or 2:03.
 
-    Example:
-        >>> clock_text(123.4)
-        '2:03'
+    >>> clock_text(123.4)
+    '2:03'
     """
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
@@ -74,8 +73,7 @@ def _cell(form: str, value: float) -> str:
 
 
 class TrainingProgress:
-    """Prints a line for each record of `visalign.training.loop.metrics`; nothing unless `enabled` (the first
-    process)."""
+    """Prints a line for each record of the metrics, where `enabled` (in the first process)."""
 
     def __init__(
         self,

@@ -53,12 +53,11 @@ _NO_MEMORY = re.compile("DefaultCPUAllocator|out of memory|CUBLAS_STATUS_ALLOC_F
 class PhaseClock:
     """Seconds per named phase of an iteration; with CUDA a phase ends when its kernels have finished.
 
-    Example:
-        >>> clock = PhaseClock()
-        >>> with clock.phase("rollout"):
-        ...     pass
-        >>> sorted(clock.take())
-        ['rollout', 'total']
+    >>> clock = PhaseClock()
+    >>> with clock.phase("rollout"):
+    ...     pass
+    >>> sorted(clock.take())
+    ['rollout', 'total']
     """
 
     out_of_memory: str | None = None  # Innermost phase in which memory ran out

@@ -214,8 +214,7 @@ def read_shards(folder: Path, divided: Mapping[str, Tensor]) -> dict[str, Tensor
 
 
 def distribute_like(value: Tensor, other: Tensor) -> Tensor:
-    """Move a tensor, equal on all processes or divided already, to the other's device and divide it as the
-    other is."""
+    """Move a tensor, whole or divided, to the other's device and divide it as the other is."""
     value = value.to(other.device)
     if not isinstance(other, DTensor) or isinstance(value, DTensor):
         return value

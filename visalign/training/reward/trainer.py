@@ -144,8 +144,7 @@ class RewardModeling(Algorithm):
         return sums
 
     def _batches(self, number: int, part: tuple[int, int]) -> Iterator[tuple[RewardBatch, int]]:
-        """Yield (micro-batch, 1) of this process's share; with sharding, then (one of them, 0) while another
-        process has more, and waits for weights."""
+        """Yield (micro-batch, 1); with sharding then (the last, 0) while another process has more, for its weights."""
         batches, last = iter(self.data.batch(number, part)), None
         while True:
             batch = next(batches, None)

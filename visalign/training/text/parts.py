@@ -57,8 +57,7 @@ class LogPartition(Protocol):
 
 
 class ProcessReward(Protocol):
-    """Process reward model of the policy's rollouts. One with `replaces = True` takes the place of the reward
-    of the whole completion; else the two are added."""
+    """Process reward of rollouts; added to the reward of the completion, or with `replaces = True` in its place."""
 
     def score_rollout(self, rollout: TextRollout) -> StepRewards: ...
 
@@ -70,8 +69,7 @@ class Demonstrations(Protocol):
 
 
 class CompletionPairs(Demonstrations, Protocol):
-    """Stream of N records with two completions each: a batch (or `rows`) has the first of all its records,
-    then the second, and its groups are the indices of the records."""
+    """Stream of N records with two completions each: first ones, then second; groups are indices of records."""
 
     def __len__(self) -> int: ...
 
