@@ -112,7 +112,7 @@ def test_kinds_by_their_keys(tmp_path, keys, kind):
         (b"version https://git-lfs.github.com/spec/v1\noid x", r"is a pointer of Git LFS without weights"),
         (b"", r"is no whole safetensors file \("),
         ("cut", r"is no whole safetensors file \(.*\): it was cut off at [\d,]+ bytes"),
-        ({"lora_unet_mid_block.lora_up.weight": 1}, r"is a LoRA \(a key: .*it as the LoRA \(visalign sample --lora"),
+        ({"lora_unet_mid_block.lora_up.weight": 1}, r"is a LoRA \(a key: .* a LoRA goes to --lora"),
         ({"double_blocks.0.img_mlp.0.scale_weight": 1}, r"is a checkpoint of rounded weights \(a key: .* Give its"),
         ({"control_model.input_blocks.0.0.weight": 1}, r"is a ControlNet \(a key"),
         ({"double_blocks.0.img.weight": 1}, r"no known family; its keys look like double_blocks.0.img.weight"),
