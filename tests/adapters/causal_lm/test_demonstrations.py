@@ -86,18 +86,6 @@ def test_spans_that_are_none_of_the_completion_are_refused(spans):
         DemonstrationBatches(toy_policy(), [record], size=1, seed=0)
 
 
-@pytest.mark.parametrize(
-    ("records", "message"),
-    [
-        ([], "There are no records"),
-        ([{"prompt": "g", "text": "a"}], "no text in the field 'completion': its fields are prompt, text"),
-    ],
-)
-def test_records_without_completions_are_refused(records, message):
-    with pytest.raises(UserError, match=message):
-        DemonstrationBatches(toy_policy(), records, size=1, seed=0)
-
-
 def test_the_features_of_log_z_are_the_mean_hidden_state_of_the_prompt():
     policy = toy_policy()
     rollout = policy.generate(["b c", "g", "b c"], seeds=0, stopping=StoppingCriteria(max_new_tokens=3))

@@ -276,5 +276,3 @@ def test_outcomes_that_do_not_fit() -> None:
     ):
         with pytest.raises(UserError, match=message):
             train_implicit_process_reward(policy, rollout, label)
-    with pytest.raises(ValueError, match="beta must be positive"):
-        train_implicit_process_reward(policy, rollout, [1.0] * 16, beta=0.0)

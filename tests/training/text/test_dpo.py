@@ -16,7 +16,6 @@ from tests.support.training.images import whole_and_resumed
 from visalign.adapters.causal_lm.demonstrations import DemonstrationBatches, with_mismatched
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.core.preference.direct import DIRECT, implicit_reward
-from visalign.errors import UserError
 from visalign.training.loop.algorithm import Context, Counters
 from visalign.training.loop.metrics import read_metrics
 from visalign.training.loop.optimizer import OptimizerSettings
@@ -196,8 +195,3 @@ def test_a_label_moves_once_per_visit_of_its_pair(row):
     _gradient(twice, micro_batch=2)
     wanted = torch.where(again == 2, once + 0.3 * (torch.sigmoid(better - worse) - once), once)
     torch.testing.assert_close(twice.labels, wanted, rtol=1e-4, atol=1e-5)
-
-
-def test_pairs_are_not_read_from_votes():
-    with pytest.raises(UserError, match="no text in the field 'chosen': its fields are prompt, completion"):
-        DemonstrationBatches(_policy(), VOTES, size=2, seed=0, field=("chosen", "rejected"))

@@ -111,14 +111,7 @@ class DemonstrationBatches:
         field: str | Sequence[str] = "completion",
     ) -> None:
         fields = (field,) if isinstance(field, str) else tuple(field)
-        if not records:
-            raise UserError("There are no records to learn from. Give at least one.")
-        for index, record in enumerate(records):
-            if missing := [name for name in fields if not isinstance(record.get(name), str)]:
-                raise UserError(
-                    f"Record {index} has no text in the field {missing[0]!r}: its fields are "
-                    f"{', '.join(record)}. Each record needs a prompt and its completion."
-                )
+        for index, record in enumerate(records):  # a bad span stops a run before it trains
             for name in fields:
                 _spans(index, record, name)
         self._policy, self._records, self._fields = policy, records, fields

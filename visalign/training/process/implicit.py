@@ -43,8 +43,6 @@ class ImplicitTexts:
         beta: float = 0.05,
         reference: TextPolicy | None = None,
     ) -> None:
-        if beta <= 0:
-            raise ValueError(f"beta must be positive; got {beta}.")
         self.label = torch.as_tensor(label, dtype=torch.float32).cpu()
         if self.label.shape != (len(rollout),) or bool(((self.label < 0) | (self.label > 1)).any()):
             raise UserError(

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from visalign.core import Objective
 from visalign.core.objective.stages import ADVANTAGES
 from visalign.settings import refuse
-from visalign.text import Prompt, Sampling, StoppingCriteria, TextPolicy, TextRollout
+from visalign.text import TextPolicy, TextRollout
 from visalign.text.steps import StepRewards
 from visalign.training.loop.judging import RewardScorer
 from visalign.training.policy.reference import Reference
@@ -25,18 +25,9 @@ Records = Sequence[Mapping[str, Any]]
 
 
 class CompletionGenerator(Protocol):
-    """Generator of completions: the policy itself, or a server with its weights."""
+    """Generator of completions: the policy itself, or a server with its weights; see `TextPolicy.generate`."""
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        seeds: Sequence[int],
-        num_generations: int = 1,
-        sampling: Sampling | None = None,
-        stopping: StoppingCriteria | None = None,
-        group: Sequence[Hashable] | None = None,
-    ) -> TextRollout: ...
+    def generate(self, *args: Any, **options: Any) -> TextRollout: ...
 
 
 class ValueFunction(Protocol):
