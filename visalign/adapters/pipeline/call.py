@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from diffusers.guiders import ClassifierFreeGuidance
@@ -231,17 +232,9 @@ class PipelineCall:
         start = start if decoding or not rest.shape[-1] else torch.cat([start, rest], -1)
         return (start, *prepared[1:]) if isinstance(prepared, tuple) else start
 
-    @contextmanager
-    def handed_back(self) -> Iterator[None]:
+    def handed_back(self) -> AbstractContextManager[Any]:
         """Give the pipeline its own components back inside the block."""
-        replaced = {name: getattr(self.pipe, name) for name in self._own_parts}
-        try:
-            for name, part in self._own_parts.items():
-                setattr(self.pipe, name, part)
-            yield
-        finally:
-            for name, part in replaced.items():
-                setattr(self.pipe, name, part)
+        return patch.multiple(self.pipe, **self._own_parts)
 
 
 class CachedLookups:

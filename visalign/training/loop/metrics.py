@@ -14,10 +14,9 @@ METRICS: dict[str, str] = {
     "iteration": "iterations finished; the first line says 1",
     "updates": "optimizer updates done so far in the run",
     "updates_skipped": "updates skipped so far because a gradient was not finite",
-    "samples": "images or completions generated for training so far, all processes, those of groups that "
-    "were dropped included; in supervised fine-tuning, demonstrations read so far, repeats included; in "
-    "direct preference optimization, pairs or votes; in the training of a reward, labelled examples (pairs, "
-    "triples, images)",
+    "samples": "images or completions generated for training so far, all processes, those of groups that were dropped "
+    "included; in supervised fine-tuning, demonstrations read so far, repeats included; in direct preference "
+    "optimization, pairs or votes; in the training of a reward, labelled examples (pairs, triples, images)",
     "tokens": "tokens of these completions so far",
     "reward_mean": "mean reward of the valid samples of the iteration, in the reward's unit; "
     "with rewards.terms.LABEL.bound that of the optimized sum, which moves with its multiplier",
@@ -110,19 +109,17 @@ METRICS: dict[str, str] = {
     "update), update, sync, monitor, evaluation, checkpoint, other",
     "samples_per_second": "training samples per second of the iteration, evaluation and checkpoint not counted",
     "heldout/*": "evaluation on held-out prompts with the averaged weights, fixed seeds and ODE sampling; "
-    "feature_distance, mean cosine distance of an image from that of the same prompt and seed before "
-    "training, feature_frechet, squared Fréchet distance from these, feature_drift, the former over the mean "
-    "distance of two of these; change/LABEL, the mean change since before training, in its standard errors, "
-    "of the accuracy and of rewards of weight 0; REWARD.low and REWARD.high, the 95 % interval over prompts of "
-    "the mean of an optimized reward, accuracy_low and accuracy_high that of the accuracy; "
-    "for a reward on held-out labels: accuracy (where the truth is clear) with accuracy_low and accuracy_high, "
-    "accuracy_shorter (of texts whose better one is the shorter one), accuracy_all, nll (nats per "
-    "vote), ece, std_mean, std_auroc, std_auroc_votes, std_auroc_lead, mass_low; for ratings mae, srcc and "
-    "mass_low; for boxes around faults mae and srcc of the plausibility and heat_auroc of the map; for answers to a "
-    "checklist answer_accuracy and answer_nll; for critiques the share of right ones critique_right, "
-    "critique_accuracy, critique_auroc, "
-    "critique_nll; for a process reward loss, accuracy, accuracy_right and accuracy_wrong on right and wrong "
-    "labels, and their number (labels)",
+    "feature_distance, mean cosine distance of an image from that of the same prompt and seed before training, "
+    "feature_frechet, squared Fréchet distance from these, feature_drift, the former over the mean distance of two of "
+    "these; change/LABEL, the mean change since before training, in its standard errors, of the accuracy and of "
+    "rewards of weight 0; REWARD.low and REWARD.high, the 95 % interval over prompts of the mean of an optimized "
+    "reward, accuracy_low and accuracy_high that of the accuracy; for a reward on held-out labels: accuracy (where "
+    "the truth is clear) with accuracy_low and accuracy_high, accuracy_shorter (of texts whose better one is the "
+    "shorter one), accuracy_all, nll (nats per vote), ece, std_mean, std_auroc, std_auroc_votes, std_auroc_lead, "
+    "mass_low; for ratings mae, srcc and mass_low; for boxes around faults mae and srcc of the plausibility and "
+    "heat_auroc of the map; for answers to a checklist answer_accuracy and answer_nll; for critiques the share of "
+    "right ones critique_right, critique_accuracy, critique_auroc, critique_nll; for a process reward loss, accuracy, "
+    "accuracy_right and accuracy_wrong on right and wrong labels, and their number (labels)",
 }
 """Key -> meaning and unit. A key that ends in `/*` stands for a family of keys."""
 
