@@ -303,18 +303,6 @@ def test_what_is_no_address_is_refused_and_hides_its_password(policy, url) -> No
     assert "pw" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("base", "url"),
-    [
-        ("http://h", "http://h/v1/completions"),
-        ("http://h:8000/v1/", "http://h:8000/v1/completions"),
-        ("http://[::1]:8000", "http://[::1]:8000/v1/completions"),
-    ],
-)
-def test_addresses(policy, base, url) -> None:
-    assert ServerGenerator(policy, base, "tiny")._connection.url("completions") == url
-
-
 def moved(amount: float, tmp_path) -> CausalLMPolicy:
     """A policy whose adapter is not nothing any more, saved."""
     policy = tiny_policy(lora=text_lora(rank=2))

@@ -257,24 +257,6 @@ def test_images_inside_parquet_are_read_as_references(tmp_path: Path, right: Any
     assert [row.image for row in scored] == [pair.image_left for pair in pairs]
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        row(label="x" * 10**6),
-        row(image_left=["y" * 10**6] * 2),
-        row(image_right="y" * 10**6),
-        row(votes="1" * 10**5),
-        row(**{"z" * 10**6: 1}),
-    ],
-)
-def test_messages_show_the_beginning_of_a_long_value(tmp_path: Path, row: dict[str, Any]) -> None:
-    if "z" in max(row, key=len):
-        del row["label"]
-    with pytest.raises(UserError) as error:
-        load_preferences(write(tmp_path / "set.jsonl", [row]))
-    assert len(str(error.value)) < 600 + len(str(tmp_path))
-
-
 def test_messages_list_the_columns_of_the_file(tmp_path: Path) -> None:
     """Not ours after a mapping, and also those with an empty cell."""
     path = tmp_path / "a.csv"

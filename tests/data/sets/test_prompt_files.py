@@ -64,7 +64,7 @@ def test_refused_files(tmp_path, name, text, message):
 def test_missing_file_names_the_embedded_sets():
     with pytest.raises(UserError, match=r"no prompt set 'shapes:test'.*shapes:train, shapes:heldout"):
         load_prompts("shapes:test")
-    with pytest.raises(UserError, match=r"'a\.csv': there is no such file\. Correct the path"):
+    with pytest.raises(UserError, match=r"no prompt set 'a\.csv': give an existing file"):
         load_prompts("a.csv")
 
 
