@@ -253,11 +253,13 @@ def outcome(folder: Path) -> tuple[str, dict[str, dict[str, bytes]], list[dict[s
     return stored.name, tensors, [without_times(row) for row in read_metrics(folder / "metrics.jsonl")]
 
 
-def whole_and_resumed(make: Callable[[Path, int], Trainer[Any]], folder: Path, first: int, last: int) -> Any:
-    """`outcome` of a run of `last` iterations, and of one that stops after `first`; the latter's trainer."""
+def check_resume(make: Callable[..., Trainer[Any]], folder: Path, first: int, last: int, **run: Any) -> Any:
+    """(`outcome`, trainer) of a run that stopped after `first` of `last` iterations; it equals one that did not."""
     for name, parts in (("whole", (last,)), ("parts", (first, last))):
         for iterations in parts:
-            trainer = make(folder / name, iterations)
+            trainer = make(folder / name, run={"iterations": iterations, **run})
             trainer.resume()
             trainer.train()
-    return outcome(folder / "whole"), outcome(folder / "parts"), trainer
+    whole = outcome(folder / "whole")
+    assert whole == outcome(folder / "parts")
+    return whole, trainer

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.training.images import Brightness, toy_trainer, whole_and_resumed
+from tests.support.training.images import Brightness, check_resume, toy_trainer
 from visalign.errors import UserError
 from visalign.interfaces import Scores
 from visalign.training import DynamicSettings
@@ -34,11 +35,10 @@ CORRECTED = {"changes": {"importance_sampling": {"level": "token", "mode": "trun
 REGRESSION = {"algorithm": "diffusion_nft", "changes": {"levels": 2}}
 
 
-def _trainer(folder: Path, reward: Any, iterations: int = 3, **changes: Any) -> Any:
+def _trainer(folder: Path, reward: Any, **changes: Any) -> Any:
     dynamic = DynamicSettings(**{"enabled": True, "max_rounds": 3, **changes.pop("dynamic", {})})
-    run = {"iterations": iterations, "checkpoint_every": 1}
-    changes = {"rollout": SIZE, "objective": None, **changes}
-    return toy_trainer(folder, reward=reward, run=run, dynamic=dynamic, **changes)
+    changes = {"rollout": SIZE, "objective": None, "run": {"iterations": 3}, **changes}
+    return toy_trainer(folder, reward=reward, dynamic=dynamic, **changes)
 
 
 @pytest.mark.parametrize("objective", [None, REGRESSION], ids=["log_probs", "regression"])
@@ -102,12 +102,8 @@ def test_an_iteration_without_signal_learns_nothing_and_the_run_goes_on(tmp_path
 
 @pytest.mark.parametrize("objective", [None, REGRESSION], ids=["log_probs", "regression"])
 def test_a_resumed_run_samples_on_where_it_was(objective: Any, tmp_path: Path) -> None:
-    def make(folder: Path, iterations: int) -> Any:
-        folder.mkdir(exist_ok=True)
-        return _trainer(folder, Flat("bright"), iterations, objective=objective)
-
-    whole, parts, _ = whole_and_resumed(make, tmp_path, 1, 3)
-    assert whole == parts
+    make = partial(_trainer, reward=Flat("bright"), objective=objective)
+    check_resume(make, tmp_path, 1, 3, checkpoint_every=1)
 
 
 @pytest.mark.parametrize(

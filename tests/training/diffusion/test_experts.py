@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.training.images import RECORDS, ToyPolicy, toy_trainer, whole_and_resumed
+from tests.support.training.images import RECORDS, ToyPolicy, check_resume, toy_trainer
 from tests.support.training.metric_families import REGRESSION_ONLY
 from visalign.errors import UserError
 from visalign.training.diffusion.experts import Experts
@@ -62,10 +62,7 @@ def test_each_prompt_learns_from_its_expert(tmp_path, experts):
 
 
 def test_a_resumed_run_and_micro_batches_change_nothing(tmp_path, experts):
-    whole, parts, _ = whole_and_resumed(
-        lambda folder, n: _trainer(folder, experts, n, rollout={"sde_window": 2}), tmp_path, 2, 4
-    )
-    assert whole == parts
+    check_resume(lambda f, run: _trainer(f, experts, **run, rollout={"sde_window": 2}), tmp_path, 2, 4)
     found = []
     for size in (1, 7, 1000):
         policy = Kept(torch.float64)

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.training.images import ToyPolicy, gradients_of, toy_trainer, whole_and_resumed
+from tests.support.training.images import ToyPolicy, check_resume, gradients_of, toy_trainer
 from visalign.errors import UserError
 from visalign.training.loop.metrics import check_keys
 from visalign.training.policy.winners import KEY, ReplaySettings
@@ -20,12 +21,10 @@ REGRESSION = {"algorithm": "reward_weighted", "changes": {"levels": 2}}
 SIZE = {"prompts_per_iteration": 3, "group_size": 4}
 
 
-def _trainer(folder: Path, iterations: int = 3, **changes: Any) -> Any:
+def _trainer(folder: Path, **changes: Any) -> Any:
     replay = ReplaySettings(**{**PACE, **changes.pop("replay", {})})
-    run = {"iterations": iterations, "checkpoint_every": 1}
-    return toy_trainer(
-        folder, **{"objective": REGRESSION, "rollout": SIZE, "run": run, **changes}, self_imitation=replay
-    )
+    changes = {"objective": REGRESSION, "rollout": SIZE, "run": {"iterations": 3}, **changes}
+    return toy_trainer(folder, **changes, self_imitation=replay)
 
 
 @pytest.mark.parametrize("micro_batch", [64, 3])
@@ -76,12 +75,8 @@ def test_winners_leave_by_age_and_by_number(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("algorithm", ["reward_weighted", "diffusion_nft", "crd", "ram"])
 def test_a_resumed_run_replays_the_same(algorithm: str, tmp_path: Path) -> None:
-    def make(folder: Path, iterations: int) -> Any:
-        folder.mkdir(exist_ok=True)
-        return _trainer(folder, iterations, objective={"algorithm": algorithm, "changes": {"levels": 2}})
-
-    whole, parts, trainer = whole_and_resumed(make, tmp_path, 2, 4)
-    assert whole == parts and KEY in trainer.context.tensors
+    make = partial(_trainer, objective={"algorithm": algorithm, "changes": {"levels": 2}})
+    assert KEY in check_resume(make, tmp_path, 2, 4, checkpoint_every=1)[1].context.tensors
 
 
 @pytest.mark.parametrize(

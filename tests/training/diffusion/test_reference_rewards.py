@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.training.images import Brightness, ToyPolicy, toy_trainer, whole_and_resumed
+from tests.support.training.images import Brightness, ToyPolicy, check_resume, toy_trainer
 from visalign.errors import UserError
 from visalign.interfaces import RewardCapabilities, Scores
 from visalign.training import RewardFailure
@@ -28,8 +29,8 @@ def _levels(images: torch.Tensor) -> torch.Tensor:
     return images.flatten(2).mean(2) - 0.5
 
 
-def _trainer(folder: Path, name: str, iterations: int = 2, **changes: Any) -> Any:
-    run = {"iterations": iterations, "checkpoint_every": 1}
+def _trainer(folder: Path, name: str, **changes: Any) -> Any:
+    run = {"iterations": 2, "checkpoint_every": 1}
     return toy_trainer(
         folder, **{"rollout": SIZE, "objective": ROWS[name], "run": run, "features": _levels, **changes}
     )
@@ -103,12 +104,7 @@ def test_entrocraft_keeps_what_moves_the_variety_into_its_band(tmp_path: Path) -
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_resumed_run_is_the_uninterrupted_one(name: str, tmp_path: Path) -> None:
-    def make(folder: Path, iterations: int) -> Any:
-        folder.mkdir(exist_ok=True)
-        return _trainer(folder, name, iterations)
-
-    whole, parts, _ = whole_and_resumed(make, tmp_path, 1, 3)
-    assert whole == parts
+    check_resume(partial(_trainer, name=name), tmp_path, 1, 3, checkpoint_every=1)
 
 
 class _OfGroups(Brightness):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from tests.support.judges.brightness import BrightnessPairs
-from tests.support.training.images import RECORDS, ToyPolicy, toy_trainer, whole_and_resumed
+from tests.support.training.images import RECORDS, ToyPolicy, check_resume, toy_trainer
 from visalign.errors import UserError
 from visalign.flow.rollout import rollout
 from visalign.rewards.questions.reward_dance_reference import ReferenceReward
@@ -103,13 +104,9 @@ def test_renewed_references_go_with_no_stored_or_late_scores(tmp_path: Path) -> 
     ids=["flow_grpo", "regression", "gradient", "staleness"],
 )
 def test_a_resumed_run_has_the_same_references(arguments: Any, every: int | None, tmp_path: Path) -> None:
-    def make(folder: Path, iterations: int) -> Any:
-        rollout = {"prompts_per_iteration": 2, **arguments.get("rollout", {})}
-        run = {"iterations": iterations, "checkpoint_every": 3}
-        return trainer_of(folder, every=every, **{**arguments, "run": run, "rollout": rollout})
-
-    whole, resumed, _ = whole_and_resumed(make, tmp_path, 3, 5)
-    assert whole == resumed and whole[1]["references.safetensors"]
+    rollout = {"prompts_per_iteration": 2, **arguments.get("rollout", {})}
+    make = partial(trainer_of, every=every, **{**arguments, "rollout": rollout})
+    assert check_resume(make, tmp_path, 3, 5, checkpoint_every=3)[0][1]["references.safetensors"]
 
 
 def test_the_gradient_of_the_score_is_the_mean_over_references() -> None:

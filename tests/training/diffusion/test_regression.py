@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,11 +14,11 @@ from tests.support.models.clip import save_tiny_clip
 from tests.support.training.images import (
     Brightness,
     ToyPolicy,
+    check_resume,
     gradients_of,
     none_owned,
     policy_weights,
     toy_trainer,
-    whole_and_resumed,
 )
 from visalign.core.regression.rows import REGRESSIONS
 from visalign.errors import UserError
@@ -192,12 +192,8 @@ def test_the_old_policy_samples_and_moves_as_its_row_says(tmp_path):
 
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path):
     objective = {"algorithm": "diffusion_nft", "changes": {"old_decay": [0, 0.2, 0.9], "average_kl": 0.1}}
-
-    def make(folder, iterations):
-        return toy_trainer(folder, objective=objective, run={"iterations": iterations})
-
-    whole, resumed, _ = whole_and_resumed(make, tmp_path, 2, 5)
-    assert whole == resumed and {"old.safetensors", "average.safetensors"} <= {*whole[1]}
+    whole, _ = check_resume(partial(toy_trainer, objective=objective), tmp_path, 2, 5)
+    assert {"old.safetensors", "average.safetensors"} <= {*whole[1]}
 
 
 def test_the_pull_to_the_average_is_its_distance(tmp_path):
@@ -223,21 +219,16 @@ def test_the_pull_to_the_average_is_its_distance(tmp_path):
 def test_positive_and_negative_sets_of_an_iteration_are_contrasted(name, size, tmp_path):
     """DRAGON: each pair of a prompt has an image in either set, the better set is the positive one; resumes."""
     reward = load_reward("vendi_gain", model=save_tiny_clip(tmp_path / "clip"), over="sets")
-
-    def make(folder: Path, iterations: int) -> Any:
-        run = {"iterations": iterations, "checkpoint_every": 1}
-        rollout = {"prompts_per_iteration": 6, "group_size": size}
-        return toy_trainer(folder, reward=reward, run=run, rollout=rollout, objective={"algorithm": name})
-
-    trainer = make(tmp_path / "once", 1)
+    rollout = {"prompts_per_iteration": 6, "group_size": size}
+    make = partial(toy_trainer, reward=reward, rollout=rollout, objective={"algorithm": name})
+    trainer = make(tmp_path / "once")
     experience = trainer.algorithm.collect(trainer.context).experience
     value, parts = experience.images.value, experience.images.parts
     assert (value[::2] == -value[1::2]).all() and parts["positive"][0] > parts["negative"][0]
     units = [unit for step in trainer.algorithm.prepare(experience, trainer.context) for unit in step.units]
     assert sorted(len(unit) for unit in units) == [size] * 6
     assert size > 2 or all(value[unit].tolist() == [1, -1] for unit in units)
-    whole, parts, _ = whole_and_resumed(make, tmp_path, 1, 2)
-    assert whole == parts
+    check_resume(make, tmp_path, 1, 2, checkpoint_every=1)
 
 
 @pytest.mark.parametrize("name", ["gdro", "diffusion_dpo"])

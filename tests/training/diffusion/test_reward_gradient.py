@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.training.images import Brightness, ToyPolicy, none_owned, toy_trainer, whole_and_resumed
+from tests.support.training.images import Brightness, ToyPolicy, check_resume, none_owned, toy_trainer
 from visalign.core import ASCENTS, Ascent, named_ascent
 from visalign.errors import UserError
 from visalign.flow.noise import initial_noise
@@ -118,12 +119,7 @@ def test_a_process_without_a_sample_moves_nothing(tmp_path):
 
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path):
     objective = {"algorithm": "draft_lv", "changes": {"kl": 0.01}}
-
-    def make(folder, iterations):
-        return toy_trainer(folder, objective=objective, run={"iterations": iterations})
-
-    whole, resumed, _ = whole_and_resumed(make, tmp_path, 2, 4)
-    assert whole == resumed
+    check_resume(partial(toy_trainer, objective=objective), tmp_path, 2, 4)
 
 
 class _Two:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from tests.support.training.images import ToyPolicy, toy_trainer, whole_and_resumed
+from tests.support.training.images import ToyPolicy, check_resume, toy_trainer
 from visalign.errors import UserError
 from visalign.training import DiffusionObjectiveSettings, RolloutSettings
 from visalign.training.diffusion.rollout_settings import check_sampling
@@ -119,12 +120,8 @@ def test_a_policy_learns_what_was_preferred(name: str, tmp_path):
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
-    def make(folder: Path, iterations: int) -> Any:
-        rollout = {"prompts_per_iteration": 4, "group_size": 2}
-        return _trainer(folder, rollout=rollout, run={"iterations": iterations, "checkpoint_every": 1})
-
-    whole, parts, _ = whole_and_resumed(make, tmp_path, 2, 4)
-    assert whole == parts
+    make = partial(_trainer, rollout={"prompts_per_iteration": 4, "group_size": 2})
+    check_resume(make, tmp_path, 2, 4, checkpoint_every=1)
 
 
 @pytest.mark.parametrize(

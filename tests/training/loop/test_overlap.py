@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.training.images import Brightness, ToyPolicy, toy_trainer, whole_and_resumed
+from tests.support.training.images import Brightness, ToyPolicy, check_resume, toy_trainer
 from tests.support.training.text import Letters, toy_text_trainer, weights_of
 from visalign.errors import UserError
 from visalign.interfaces import RewardCapabilities, Scores
@@ -89,12 +90,8 @@ def test_samples_made_ahead_are_of_the_weights_before_and_corrected(tmp_path, ki
 
 
 def test_a_resumed_run_that_makes_samples_ahead_equals_one_that_went_on(tmp_path):
-    def make(folder, iterations):
-        run = {"iterations": iterations, "checkpoint_every": 2}
-        return toy_trainer(folder, rollout={"staleness": 1, "overlap": 2}, objective=CORRECTED, run=run)
-
-    whole, resumed, _ = whole_and_resumed(make, tmp_path, 4, 6)
-    assert whole == resumed
+    make = partial(toy_trainer, rollout={"staleness": 1, "overlap": 2}, objective=CORRECTED)
+    check_resume(make, tmp_path, 4, 6, checkpoint_every=2)
 
 
 class Heard(ToyPolicy):

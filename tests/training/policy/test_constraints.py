@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.training.images import Brightness, Loud, toy_trainer, whole_and_resumed
+from tests.support.training.images import Brightness, Loud, check_resume, toy_trainer
 from visalign.errors import UserError
 from visalign.rewards import WeightedSum
 from visalign.training.policy.constraints import KEY, RewardConstraints
@@ -50,12 +50,9 @@ def test_where_lower_is_better_the_bound_is_a_ceiling() -> None:
 
 def test_a_resume_is_exact_and_the_value_is_the_lagrangian(tmp_path) -> None:
     objective = {"algorithm": "diffusion_nft", "multiplier_rate": 0.5}
-
-    def make(folder, iterations):
-        return toy_trainer(folder, reward=_sum(), objective=objective, run={"iterations": iterations})
-
-    whole, resumed, trainer = whole_and_resumed(make, tmp_path, 2, 3)
-    assert whole == resumed
+    whole, trainer = check_resume(
+        lambda folder, run: toy_trainer(folder, reward=_sum(), objective=objective, run=run), tmp_path, 2, 3
+    )
     last = 0.0
     for row in whole[2]:
         last = max(0.0, last + 0.5 * (0.6 - row["reward_part/red.weighted"]))

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch.nn.functional import logsigmoid
 
 from tests.support.models.language import tiny_model, tiny_tokenizer
-from tests.support.training.images import whole_and_resumed
+from tests.support.training.images import check_resume
 from visalign.adapters.causal_lm.demonstrations import DemonstrationBatches, with_mismatched
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.core.preference.direct import DIRECT, implicit_reward
@@ -162,8 +162,7 @@ def test_the_reference_point_is_of_mismatched_answers_of_the_whole_batch():
 def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(loss, tmp_path):
     """The whole model is trained: the reference of the resumed run is still that of before training; labels
     go on from where they were."""
-    whole, resumed, _ = whole_and_resumed(lambda f, n: _trainer(f, n, **loss), tmp_path, 2, 4)
-    assert whole == resumed
+    check_resume(lambda folder, run: _trainer(folder, **run, **loss), tmp_path, 2, 4)
 
 
 @pytest.mark.parametrize("row", ["sigmoid", "power"])

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
 
-from tests.support.training.images import whole_and_resumed
+from tests.support.training.images import check_resume
 from tests.support.training.text import toy_policy, toy_text_trainer
 from visalign.errors import UserError
 from visalign.text import StoppingCriteria
@@ -58,12 +59,8 @@ def test_it_pays_nothing_before_it_learnt_and_learns_from_right_completions_alon
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path) -> None:
-    def make(folder, iterations):
-        flow = LatentFlowSettings(**SETTINGS)
-        return toy_text_trainer(folder, "rlfr", latent_flow=flow, run={"iterations": iterations})
-
-    whole, resumed, _ = whole_and_resumed(make, tmp_path, 2, 4)
-    assert whole == resumed and f"{KEY}.safetensors" in whole[1]
+    make = partial(toy_text_trainer, algorithm="rlfr", latent_flow=LatentFlowSettings(**SETTINGS))
+    assert f"{KEY}.safetensors" in check_resume(make, tmp_path, 2, 4)[0][1]
 
 
 def test_what_is_missing_is_named(tmp_path) -> None:
