@@ -11,10 +11,7 @@ import pytest
 import torch
 
 from tests.support.training.images import Brightness, ToyPolicy, check_resume, gradients_of, toy_trainer
-from visalign.training import (
-    BranchSettings,
-    forward_equivalents_per_image,
-)
+from visalign.training import BranchSettings, forward_equivalents_per_image
 
 GRID = {"group_size": 8, "sde_steps": [0, 1, 2]}
 TREE = {**GRID, "branch": BranchSettings(at=[0, 2], children=2)}

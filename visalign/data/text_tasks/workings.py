@@ -109,11 +109,7 @@ def multiply_working(p: Problem, rng: Rng) -> Working:
 
 
 TWO_STEP_FORMS = ("({a} + {b}) * {c}", "{a} * {c} + {b}", "{a} * {c} - {b}")
-_TWO_STEP_RANGES = (
-    ((1, 9), (1, 9), (2, 5)),
-    ((2, 20), (2, 20), (2, 9)),
-    ((10, 60), (10, 60), (2, 9)),
-)
+_TWO_STEP_RANGES = (((1, 9), (1, 9), (2, 5)), ((2, 20), (2, 20), (2, 9)), ((10, 60), (10, 60), (2, 9)))
 
 
 def draw_two_step(rng: Rng, level: int) -> Problem:
