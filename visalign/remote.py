@@ -237,7 +237,6 @@ class ServerConnection:
 
 
 def _api_address(base_url: str) -> httpx.URL:
-    """Return the URL of the API, with a trailing slash."""
     try:
         url = httpx.URL(base_url)
     except (httpx.InvalidURL, TypeError):

@@ -166,7 +166,6 @@ def _union(hint: Any) -> tuple[str, dict[Any, Any]]:
 
 
 def _items(hint: Any) -> Any:
-    """Return the item type of a list or tuple, which may be null."""
     parts = typing.get_args(hint)
     return _items(parts[0]) if type(None) in parts else (parts or (Any,))[0]
 

@@ -212,7 +212,6 @@ def _check_gradients(probe: _Probe) -> Problems:
 
 @contextmanager
 def _perturbed(policy: DiffusionPolicy) -> Iterator[None]:
-    """Add noise to the trainable weights inside the block."""
     generator = torch.Generator().manual_seed(1)
     originals = [(p, p.detach().clone()) for _, p in policy.trainable_parameters()]
     for p, _ in originals:

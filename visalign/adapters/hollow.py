@@ -255,7 +255,7 @@ def _under_autocast(part: nn.Module, original_forward: Callable[..., Any]) -> Ca
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_autocast_enabled("cpu"):
             return original_forward(*args, **kwargs)
-        forward, mode, fakes = part.forward, FakeTensorMode(), dict[int, FakeTensor]()
+        mode, fakes = FakeTensorMode(), dict[int, FakeTensor]()
 
         def fake(value: Any) -> Any:
             if not (isinstance(value, Tensor) and value.is_meta):
@@ -269,13 +269,9 @@ def _under_autocast(part: nn.Module, original_forward: Callable[..., Any]) -> Ca
 
         weights = {name: fake(value) for name, value in [*part.named_parameters(), *part.named_buffers()]}
         args, kwargs = tree_map(fake, (args, kwargs))
-        part.forward = original_forward
-        try:
-            with mode, warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of slower kernels, which run elsewhere
-                return tree_map(to_meta, functional_call(part, weights, args, kwargs))
-        finally:
-            part.forward = forward
+        with patch.object(part, "forward", original_forward), mode, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of slower kernels, which run elsewhere
+            return tree_map(to_meta, functional_call(part, weights, args, kwargs))
 
     return call
 

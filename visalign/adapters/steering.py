@@ -130,7 +130,6 @@ class SteeringCallback:
         self._last_reward = torch.zeros(count, dtype=torch.float64)
 
     def _resampled(self, levels: Sequence[tuple[float, float]], latents: Tensor, step: int) -> Tensor:
-        """Return the latents of the children after the step."""
         (sigma, scale), (sigma_next, scale_next) = levels
         x = self._before.float() * scale
         v = velocity_between(x, latents.float() * scale_next, sigma, sigma_next)

@@ -115,7 +115,6 @@ class ToolPolicy:
                 sample.prompt = prompt
 
     def _finish(self, turns: ChatTurns, samples: Sequence[_Sample]) -> None:
-        """Ask the environments for their rewards."""
         finished = [s for s in samples if s.trace.failed is None and s.reason != "prompt too long"]
         rewards = turns.finish([sample.conversation for sample in finished if sample.conversation is not None])
         for sample, reward in zip(finished, rewards, strict=True):
@@ -195,7 +194,6 @@ class ToolPolicy:
         return continuing
 
     def _answer_turns(self, turns: ChatTurns, growing: Sequence[_Sample]) -> list[tuple[_Sample, Any]]:
-        """Answer the samples whose turn has ended, and whose conversation has not."""
         ended = [sample for sample in growing if sample.reason == "eos"]
         texts = [completion_text(self.tokenizer, sample.ids_since_answer(), ended=True) for sample in ended]
         answers = turns.answer([s.conversation for s in ended if s.conversation is not None], texts)

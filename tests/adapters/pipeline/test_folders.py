@@ -157,10 +157,6 @@ def test_refusals_of_what_is_given(folders, tmp_path):
         policy.velocity(torch.zeros(1, *policy.latent_shape), torch.tensor([0.5]), [1])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="velocity got 2 latents, sigma"):
         policy.velocity(torch.zeros(2, *policy.latent_shape), torch.tensor([0.5]), policy.encode(["a"]))
-    (tmp_path / "lora").mkdir()
-    (tmp_path / "lora" / "pytorch_lora_weights.safetensors").write_bytes(b"no file of tensors at all")
-    with pytest.raises(UserError, match=r"is no whole safetensors file"):
-        PipelinePolicy.from_pretrained(folders["sd15"], lora_path=tmp_path / "lora")
     policy.save(tmp_path / "lora")
     with pytest.raises(UserError, match=r"does not fit this FluxPipeline: it is a LoRA of Stable Diffusion"):
         PipelinePolicy.from_pretrained(folders["flux"], lora_path=tmp_path / "lora")

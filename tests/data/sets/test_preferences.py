@@ -261,16 +261,11 @@ def test_messages_list_the_columns_of_the_file(tmp_path: Path) -> None:
     """Not ours after a mapping, and also those with an empty cell."""
     path = tmp_path / "a.csv"
     path.write_text("caption,one,other,score\na,l.png,,1\n")
+    two = {"prompt": "caption", "image_left": "one"}
     for names, message in (
-        (
-            {"prompt": "caption", "image_left": "one"},
-            r"lacks the columns 'image_right', 'label'.*Found: caption, one, other, score",
-        ),
+        (two, r"lacks the columns 'image_right', 'label'.*Found: caption, one, other, score"),
         ({"prompt": "text"}, r"no column 'text', .*Found: caption, one, other, score\."),
-        (
-            {"prompt": "caption", "image_left": "one", "image_right": "other"},
-            r"lacks the columns 'image_right', 'label'.*other",
-        ),
+        ({**two, "image_right": "other"}, r"lacks the columns 'image_right', 'label'.*other"),
     ):
         with pytest.raises(UserError, match=message):
             load_preferences(path, columns=Columns(names=names))

@@ -126,8 +126,7 @@ def test_samples_that_say_nothing_have_no_gradient_and_stay_in_the_denominator(t
     assert experience.metrics["trained_share"] == live / 48
     trainer.algorithm.backward(experience, step, trainer.context)
     sparse = gradients_of(policy).clone()
-    for _, parameter in policy.trainable_parameters():
-        parameter.grad = None
+    policy.net.zero_grad()
     every = replace(step, units=list(experience.present.nonzero()[:, 0].split(1)))
     trainer.algorithm.backward(experience, every, trainer.context)
     torch.testing.assert_close(gradients_of(policy), sparse, rtol=1e-9, atol=1e-14)

@@ -59,8 +59,7 @@ def test_the_gradient_is_that_of_the_mean_reward(name, changes, tmp_path):
     trainer, asked, step, said = _one_update(tmp_path, name, **changes)
     found = _gradient(trainer).clone()
     policy = trainer.algorithm.policy
-    for _, parameter in policy.trainable_parameters():
-        parameter.grad = None
+    policy.net.zero_grad()
     mean = _mean_reward(policy, trainer.algorithm, asked, step.stop, name != "refl")
     (-mean).backward()
     torch.testing.assert_close(found, _gradient(trainer), rtol=1e-5, atol=1e-9)
@@ -72,8 +71,7 @@ def test_noising_again_takes_the_mean_of_all_predictions(tmp_path):
     trainer, asked, step, _ = _one_update(tmp_path, "draft_lv", renoised=2)
     algorithm, policy = trainer.algorithm, trainer.algorithm.policy
     found = _gradient(trainer).clone()
-    for _, parameter in policy.trainable_parameters():
-        parameter.grad = None
+    policy.net.zero_grad()
     everyone = torch.arange(len(asked.prompts))
     x0, _ = algorithm._clean(asked, step, everyone)
     ends = [x0, *(algorithm._renoised(asked, step, everyone, x0.detach(), n)[0] for n in range(2))]
@@ -107,8 +105,7 @@ def test_accumulation_equals_one_big_batch(name, tmp_path):
 
 def test_a_process_without_a_sample_moves_nothing(tmp_path):
     trainer, asked, step, _ = _one_update(tmp_path)
-    for _, parameter in trainer.algorithm.policy.trainable_parameters():
-        parameter.grad = None
+    trainer.algorithm.policy.net.zero_grad()
     trainer.algorithm._update_sums = lambda *_: {}  # the other process's samples are not here to be counted
     trainer.algorithm.shares = none_owned(trainer.algorithm.shares)
     before = trainer.algorithm.policy.count.forward_backward

@@ -160,7 +160,6 @@ class ImagePrompts:
 
 
 def _assign(prompt: Prompt, images: Sequence[Any], index: int) -> list[Any]:
-    """Return the images of a prompt in the order of its parts."""
     if not isinstance(images, list | tuple):
         raise UserError(f"images[{index}] is a {type(images).__name__}; give a list of images per prompt, [image].")
     if isinstance(prompt, str):

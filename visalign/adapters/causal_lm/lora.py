@@ -44,7 +44,6 @@ def settings_of(folder: str | Path, seed: int = 0) -> LoraSettings:
 
 
 def _weight_file(folder: str | Path) -> Path:
-    """Return the file of adapters of a run, or of a folder that peft wrote."""
     path = Path(folder) / WEIGHT_FILE
     if not path.is_file() and not (path := Path(folder) / "lora" / WEIGHT_FILE).is_file():
         raise FileNotFoundError(

@@ -275,8 +275,6 @@ class CachedLookups:
                 part.__class__ = kind
 
     def _caching_class(self, kind: Any) -> type:
-        """Return a class of the same name that caches."""
-
         def cached_property(name: str) -> property:
             original = getattr(kind, name)
 

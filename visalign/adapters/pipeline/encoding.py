@@ -129,6 +129,5 @@ def fitted(image: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def _in_float32(module: torch.nn.Module) -> AbstractContextManager[None]:
-    """Cast all weights of the module to float32 inside the block."""
     half = [t for t in [*module.parameters(), *module.buffers()] if t.is_floating_point() and t.dtype.itemsize < 4]
     return swapped_weights(half, [t.data.float() for t in half])

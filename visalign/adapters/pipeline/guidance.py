@@ -102,7 +102,6 @@ class Halves:
         return tree_map_only(Tensor, Tensor.detach, out)
 
     def _part(self, value: Any, half: int, name: str = "") -> Any:
-        """Return the samples of one half, of tensors, lists and dicts."""
         count = self._samples
         assert count is not None
         axis = self._family.batch_axis.get(name, 0)

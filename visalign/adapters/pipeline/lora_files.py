@@ -155,7 +155,6 @@ def read_lora(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _check_kind(file: Path, state: Mapping[str, Tensor]) -> None:
-    """Refuse what is no LoRA, by name."""
     for kind, pattern in OTHER_KINDS.items():
         if example := next((name for name in state if re.search(pattern, name)), None):
             raise UserError(

@@ -222,7 +222,6 @@ class SD3Policy(DiffusersPolicy):
     def _forward(
         self, x: Tensor, timestep: Tensor, embeds: Tensor, pooled: Tensor, log_multiplicity: Tensor | None
     ) -> Tensor:
-        """Run the transformer once, float32 [B, C, H, W]."""
         dtype = self.storage_dtype
         weights = None if log_multiplicity is None else {"context_log_multiplicity": log_multiplicity}
         autocast = torch.autocast(x.device.type, self.autocast) if self.autocast else nullcontext()

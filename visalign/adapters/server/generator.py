@@ -138,8 +138,6 @@ class ServerGenerator:
     def _complete(
         self, batch: PromptBatch, sampling: Sampling, stopping: StoppingCriteria, ends: Sequence[int]
     ) -> dict[int, Completion]:
-        """Return the completion of every sample that has room for one."""
-
         def seed(sample: int) -> int:  # a continuation must not repeat the draws of its beginning
             begun = len(batch.begun(sample))
             return sample_seed(batch.seeds[sample], begun) if begun else batch.seeds[sample]

@@ -164,7 +164,6 @@ def summed_votes(pairs: PreferenceSet) -> tuple[PreferenceSet, list[Finding]]:
 
 
 def _subset(pairs: PreferenceSet, indices: list[int], subset: list[PreferencePair]) -> PreferenceSet:
-    """Replace the pairs by some with the row numbers of these indices."""
     rows = tuple(pairs.rows[index] for index in indices) if pairs.rows else ()
     return PreferenceSet(name=pairs.name, pairs=tuple(subset), rows=rows)
 

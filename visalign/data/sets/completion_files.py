@@ -225,7 +225,6 @@ def _key(row: Record) -> str:
 
 
 def _best_and_worst(rows: Sequence[NumberedRecord]) -> list[NumberedRecord]:
-    """Pair the best and the worst completion of each prompt."""
     rewards = torch.tensor([row["reward"] for _, row in rows], dtype=torch.float64)
     indices = best_worst_pairs(rewards, [_key(row) for _, row in rows]).tolist()
     pairs = []

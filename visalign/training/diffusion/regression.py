@@ -308,7 +308,6 @@ class VelocityRegression(ImageAlgorithm):
         return sums
 
     def _loss(self, row: Regression, outputs: Outputs, lengths: Sequence[int]) -> Tensor:
-        """Sum the units' losses."""
         pairs, signal, _ = outputs
         if not row.of_groups:
             return row.pair_loss(pairs, signal).sum()
@@ -436,7 +435,6 @@ class VelocityRegression(ImageAlgorithm):
             self._average.load(run.tensors[AVERAGE])
 
     def _with_old(self) -> AbstractContextManager[None]:
-        """Give the policy the old weights, if there are any, inside the block."""
         return nullcontext() if self._old is None else self._old.applied()
 
     def _is_on_policy(self) -> bool:
@@ -473,7 +471,6 @@ def _without_signal(experience: EndPoints) -> Tensor:
 
 
 def _mean_square(a: Tensor, b: Tensor) -> Tensor:
-    """Compute mean |a − b|² of each row."""
     return (a - b).square().flatten(1).mean(1)
 
 

@@ -223,7 +223,6 @@ class RewardGradient(ImageAlgorithm):
         return v, self.row.kl * velocity_kl(v, reference)
 
     def _level(self, k: int, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (σ [n], time [n]) of step k."""
         return self.sigmas[k].to(x.device).expand(len(x)), self.times[k].to(x.device).expand(len(x))
 
     def record(self, experience: AscentBatch, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:

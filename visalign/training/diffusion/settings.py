@@ -86,7 +86,6 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
         return self._build(named_ascent) if self.algorithm in ASCENTS else None
 
     def _build(self, build: Any) -> Any:
-        """Build a named algorithm with `changes_for` and `changes` applied."""
         try:
             return self.change(build)
         except (ValueError, TypeError) as error:

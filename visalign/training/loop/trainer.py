@@ -356,7 +356,6 @@ class Trainer(Generic[A]):
         self.accelerator.wait_for_everyone()
 
     def _divided(self) -> dict[str, Tensor]:
-        """Return the parameters that are divided among the processes."""
         return {name: master for name, master in self.weights.masters if isinstance(master, DTensor)}
 
     def resume(self) -> bool:

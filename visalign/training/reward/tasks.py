@@ -53,7 +53,6 @@ def _sums(loss: Tensor, weight: Tensor) -> Sums:
 
 
 def _sides(outputs: Outputs, batch: RewardBatch, name: str = "value") -> tuple[Tensor, Tensor]:
-    """Select outputs[name] of the left and right rows, [N] each."""
     assert batch.left is not None and batch.right is not None
     value = outputs[name]
     return value[batch.left.to(value.device)], value[batch.right.to(value.device)]

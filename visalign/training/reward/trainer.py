@@ -66,7 +66,6 @@ class RewardModeling(Algorithm):
             shard(self.forward, accelerator, undivided)
 
     def _network(self) -> nn.Module:
-        """Return the module with all weights of the model."""
         network: Any = getattr(self.judge, "module", self.judge)
         ids = {id(p) for p in network.parameters()} if isinstance(network, nn.Module) else set()
         for name, parameter in self.parameters():

@@ -186,7 +186,6 @@ class DPO(TextAlgorithm):
         return means if point is None else {**means, "kl": float(point)}
 
     def _sum(self, values: Tensor) -> Tensor:
-        """Sum over the processes."""
         total: Any = self.accelerator.reduce(values.to(self.accelerator.device), "sum")
         return total.cpu()
 
@@ -279,7 +278,6 @@ def _with_margins(means: Mapping[str, float]) -> dict[str, float]:
 
 
 def _means(sums: Tensor) -> dict[str, float]:
-    """Divide sums by counts [2, len(MEANS)], where there are any."""
     return {name: total / count for name, total, count in zip(MEANS, *sums.tolist(), strict=True) if count}
 
 

@@ -153,7 +153,6 @@ class LatentFlow:
         return float(total)
 
     def _sum(self, value: float) -> float:
-        """Sum over the processes."""
         total: Any = self._accelerator.reduce(torch.tensor([value], device=self._accelerator.device), "sum")
         return float(total)
 

@@ -173,6 +173,5 @@ def statistics(completions: Completions, selectable: Tensor, *, threshold: float
 
 
 def _distinct_texts(completions: Completions, groups: Sequence[Sequence[int]], selected: Tensor) -> float:
-    """Mean over prompts of the number of different texts among the selected completions."""
     counts = [len({normalised_text(completions.text[i]) for i in group if selected[i]}) for group in groups]
     return sum(counts) / len(counts)

@@ -135,7 +135,6 @@ def _padded(stored: Sequence[StoredCompletion], name: str) -> Tensor:
 
 
 def _rollout(stored: Sequence[StoredCompletion], sampling: Sampling) -> TextRollout:
-    """Rebuild a rollout whose log-probs can be computed."""
     prompts = [completion.prompt.flip(0).long() + 1 for completion in stored]
     padded = pad_sequence(prompts, batch_first=True).flip(1)  # on the left, with 0
     kept = None
