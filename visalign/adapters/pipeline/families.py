@@ -8,7 +8,7 @@ the policy against the pipeline's own run.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal
 
 Guidance = Literal["concatenated", "two calls", "embedded", "none"]
@@ -21,7 +21,7 @@ SD3_ATTENTION = tuple(f"attn.{name}" for name in JOINT)
 """Image and text side of the joint attention; the second attention of SD3.5 is left out, as in Flow-GRPO."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Family:
     """Description of one family of pipelines."""
 
@@ -30,6 +30,7 @@ class Family:
     """What `encode_prompt` returns, in order, by the names under which the pipeline's call takes it back;
     "-" for what it makes anew."""
     guidance: Guidance
+    _: KW_ONLY
     scale: str = "guidance_scale"  # The call's argument that holds the guidance scale
     off: float = 1.0  # The scale that is no guidance
     usual: float | None = None
@@ -69,103 +70,50 @@ class Family:
         return [part for part in self.networks if isinstance(index.get(part), list | tuple) and any(index[part])]
 
 
-_FLUX = {"guidance": "embedded", "usual": 3.5, "lora": JOINT}
-_QWEN = {
-    "encodes": "prompt_embeds prompt_embeds_mask",
-    "guidance": "two calls",
-    "scale": "true_cfg_scale",
-    "negative": " ",
-    "lora": JOINT,
-    "unused": r"transformer_blocks\.{last}\.attn\.(add_q_proj|to_add_out)",
-}
+_PLAIN = "prompt_embeds negative_prompt_embeds"
 _MASKED = "prompt_embeds prompt_attention_mask negative_prompt_embeds negative_prompt_attention_mask"
 _POOLED = "prompt_embeds negative_prompt_embeds pooled_prompt_embeds negative_pooled_prompt_embeds"
+_FLUX = Family(("FluxPipeline",), "prompt_embeds pooled_prompt_embeds -", "embedded", usual=3.5, lora=JOINT)
+_UNBINNED = {"use_resolution_binning": False}
+_FLUX2_LORA = (*JOINT, "to_out", "to_qkv_mlp_proj")
+_QWEN = Family(
+    ("QwenImagePipeline",), "prompt_embeds prompt_embeds_mask", "two calls", scale="true_cfg_scale", negative=" ",
+    lora=JOINT, unused=r"transformer_blocks\.{last}\.attn\.(add_q_proj|to_add_out)",
+)  # fmt: skip
 _KANDINSKY5 = Family(
-    pipelines=("Kandinsky5T2IPipeline",),
-    encodes="prompt_embeds_qwen prompt_embeds_clip prompt_cu_seqlens",
-    guidance="two calls",
-    mixed=False,
+    ("Kandinsky5T2IPipeline",), "prompt_embeds_qwen prompt_embeds_clip prompt_cu_seqlens", "two calls", mixed=False,
     lora=("to_query", "to_key", "to_value", "out_layer"),
-)
-
+)  # fmt: skip
 _QWEN_21 = Family(
-    pipelines=("QwenImage21ModularPipeline", "QwenImage21Pipeline"),
-    encodes=(
-        "prompt_embeds prompt_embeds_mask image_pad_mask "
-        "negative_prompt_embeds negative_prompt_embeds_mask negative_image_pad_mask"
-    ),
-    guidance="two calls",
+    ("QwenImage21ModularPipeline", "QwenImage21Pipeline"),
+    "prompt_embeds prompt_embeds_mask image_pad_mask "
+    "negative_prompt_embeds negative_prompt_embeds_mask negative_image_pad_mask",
+    "two calls",
     scale="-",
     fixed={"use_kv_cache": False},  # across steps, of which a call has one
     modular=True,
     padded=False,
 )
-
 FAMILIES: dict[str, Family] = {
-    "sd3": Family(
-        pipelines=("StableDiffusion3Pipeline",), encodes=_POOLED, guidance="concatenated", lora=SD3_ATTENTION
-    ),
-    "sd15": Family(
-        pipelines=("StableDiffusionPipeline",),
-        encodes="prompt_embeds negative_prompt_embeds",
-        guidance="concatenated",
-        networks=("unet",),
-        unit=1,
-    ),
-    "sdxl": Family(
-        pipelines=("StableDiffusionXLPipeline",), encodes=_POOLED, guidance="concatenated", networks=("unet",), unit=1
-    ),
-    "pixart": Family(
-        pipelines=("PixArtSigmaPipeline",),
-        encodes=_MASKED,
-        guidance="concatenated",
-        fixed={"use_resolution_binning": False},
-        unit=1,
-    ),
-    "flux": Family(
-        pipelines=("FluxPipeline",),
-        encodes="prompt_embeds pooled_prompt_embeds -",
-        **_FLUX,  # type: ignore[arg-type]
-    ),
-    "flux_kontext": Family(
-        pipelines=("FluxKontextPipeline",),
-        encodes="prompt_embeds pooled_prompt_embeds -",
-        source="needed",
-        **{**_FLUX, "usual": 2.5},  # type: ignore[arg-type]
-    ),
+    "sd3": Family(("StableDiffusion3Pipeline",), _POOLED, "concatenated", lora=SD3_ATTENTION),
+    "sd15": Family(("StableDiffusionPipeline",), _PLAIN, "concatenated", networks=("unet",), unit=1),
+    "sdxl": Family(("StableDiffusionXLPipeline",), _POOLED, "concatenated", networks=("unet",), unit=1),
+    "pixart": Family(("PixArtSigmaPipeline",), _MASKED, "concatenated", fixed=_UNBINNED, unit=1),
+    "flux": _FLUX,
+    "flux_kontext": replace(_FLUX, pipelines=("FluxKontextPipeline",), source="needed", usual=2.5),
     "flux2": Family(
-        pipelines=("Flux2Pipeline",),
-        encodes="prompt_embeds -",
-        guidance="embedded",
-        usual=4.0,
-        source="optional",
-        several=True,
-        lora=(*JOINT, "to_out", "to_qkv_mlp_proj"),
+        ("Flux2Pipeline",), "prompt_embeds -", "embedded", usual=4.0, source="optional", several=True, lora=_FLUX2_LORA
     ),
     "flux2_klein": Family(
-        pipelines=("Flux2KleinPipeline",),
-        encodes="prompt_embeds -",
-        guidance="two calls",
-        source="optional",
-        several=True,
-        lora=(*JOINT, "to_out", "to_qkv_mlp_proj"),
+        ("Flux2KleinPipeline",), "prompt_embeds -", "two calls", source="optional", several=True, lora=_FLUX2_LORA
     ),
-    "flux3": Family(
-        pipelines=("Flux3ModularPipeline",),
-        encodes="prompt_embeds negative_prompt_embeds",
-        guidance="two calls",
-        scale="-",
-        unused=r"\.image_cond\.",  # of images to edit, which are not given
-        modular=True,
+    "flux3": Family(  # unused: of images to edit, which are not given
+        ("Flux3ModularPipeline",), _PLAIN, "two calls", scale="-", modular=True, unused=r"\.image_cond\."
     ),
-    "qwen_image": Family(pipelines=("QwenImagePipeline",), **_QWEN),  # type: ignore[arg-type]
-    "qwen_image_edit": Family(pipelines=("QwenImageEditPipeline",), source="needed", **_QWEN),  # type: ignore[arg-type]
-    "qwen_image_edit_plus": Family(
-        pipelines=("QwenImageEditPlusPipeline",),
-        source="needed",
-        several=True,
-        alone="always",
-        **_QWEN,  # type: ignore[arg-type]
+    "qwen_image": _QWEN,
+    "qwen_image_edit": replace(_QWEN, pipelines=("QwenImageEditPipeline",), source="needed"),
+    "qwen_image_edit_plus": replace(
+        _QWEN, pipelines=("QwenImageEditPlusPipeline",), source="needed", several=True, alone="always"
     ),
     "qwen_image_21": _QWEN_21,
     "qwen_image_21_turbo": replace(
@@ -174,93 +122,62 @@ FAMILIES: dict[str, Family] = {
         encodes="prompt_embeds prompt_embeds_mask image_pad_mask",
         guidance="none",
     ),
-    "z_image": Family(
-        pipelines=("ZImagePipeline",),
-        encodes="prompt_embeds negative_prompt_embeds",
-        guidance="concatenated",
-        off=0.0,  # v(prompt) + g (v(prompt) - v(negative))
-        unconditional=1,
-        mixed=False,
+    "z_image": Family(  # v(prompt) + g (v(prompt) - v(negative))
+        ("ZImagePipeline",), _PLAIN, "concatenated", off=0.0, unconditional=1, mixed=False
     ),
-    "sana": Family(
-        pipelines=("SanaPipeline",),
-        encodes=_MASKED,
-        guidance="concatenated",
-        fixed={"use_resolution_binning": False},
-        unit=1,
-    ),
-    "lumina2": Family(
-        pipelines=("Lumina2Pipeline",), encodes=_MASKED, guidance="two calls", fixed={"cfg_trunc_ratio": 1.0}
-    ),
+    "sana": Family(("SanaPipeline",), _MASKED, "concatenated", fixed=_UNBINNED, unit=1),
+    "lumina2": Family(("Lumina2Pipeline",), _MASKED, "two calls", fixed={"cfg_trunc_ratio": 1.0}),
     "chroma": Family(
-        pipelines=("ChromaPipeline",),
-        encodes=("prompt_embeds - prompt_attention_mask negative_prompt_embeds - negative_prompt_attention_mask"),
-        guidance="two calls",
+        ("ChromaPipeline",),
+        "prompt_embeds - prompt_attention_mask negative_prompt_embeds - negative_prompt_attention_mask",
+        "two calls",
         lora=JOINT,
     ),
-    "cogview4": Family(
-        pipelines=("CogView4Pipeline",), encodes="prompt_embeds negative_prompt_embeds", guidance="two calls"
-    ),
-    "auraflow": Family(
-        pipelines=("AuraFlowPipeline",), encodes=_MASKED, guidance="concatenated", mixed=False, lora=JOINT
-    ),
+    "cogview4": Family(("CogView4Pipeline",), _PLAIN, "two calls"),
+    "auraflow": Family(("AuraFlowPipeline",), _MASKED, "concatenated", mixed=False, lora=JOINT),
     "hidream": Family(
-        pipelines=("HiDreamImagePipeline",),
-        encodes=(
-            "prompt_embeds_t5 negative_prompt_embeds_t5 prompt_embeds_llama3 negative_prompt_embeds_llama3 "
-            "pooled_prompt_embeds negative_pooled_prompt_embeds"
-        ),
-        guidance="concatenated",
+        ("HiDreamImagePipeline",),
+        "prompt_embeds_t5 negative_prompt_embeds_t5 prompt_embeds_llama3 negative_prompt_embeds_llama3 "
+        "pooled_prompt_embeds negative_pooled_prompt_embeds",
+        "concatenated",
         batch_axis={"prompt_embeds_llama3": 1, "negative_prompt_embeds_llama3": 1, "encoder_hidden_states_llama3": 1},
         own_size=True,
         lora=("to_q", "to_k", "to_v", "to_out", "to_q_t", "to_k_t", "to_v_t", "to_out_t"),
     ),
-    "krea2": Family(
-        pipelines=("Krea2Pipeline",),
-        encodes="prompt_embeds prompt_embeds_mask",
-        guidance="two calls",
-        off=0.0,  # as Z-Image
-    ),
+    "krea2": Family(("Krea2Pipeline",), "prompt_embeds prompt_embeds_mask", "two calls", off=0.0),  # as Z-Image
     "kandinsky5": replace(_KANDINSKY5, pipelines=("Kandinsky5T2VPipeline",), frames=121, frame_rate=24.0),
     "kandinsky5_image": _KANDINSKY5,
     "prx": Family(
-        pipelines=("PRXPipeline",),
-        encodes=_MASKED,
-        guidance="concatenated",
+        ("PRXPipeline",),
+        _MASKED,
+        "concatenated",
         mixed=False,
         alone="guided",
-        fixed={"use_resolution_binning": False},
+        fixed=_UNBINNED,
         lora=("img_qkv_proj", "txt_kv_proj", "to_out.0"),
     ),
     "hunyuan_image": Family(
-        pipelines=("HunyuanImagePipeline",),
-        encodes="prompt_embeds prompt_embeds_mask prompt_embeds_2 prompt_embeds_mask_2",
-        guidance="two calls",
+        ("HunyuanImagePipeline",),
+        "prompt_embeds prompt_embeds_mask prompt_embeds_2 prompt_embeds_mask_2",
+        "two calls",
         scale="-",  # its guider has it
         negative="",
         lora=JOINT,
         unit=1,
     ),
     "wan": Family(
-        pipelines=("WanPipeline",),
-        encodes="prompt_embeds negative_prompt_embeds",
-        guidance="two calls",
-        networks=("transformer", "transformer_2"),
-        frames=81,
-        frame_rate=16.0,
+        ("WanPipeline",), _PLAIN, "two calls", networks=("transformer", "transformer_2"), frames=81, frame_rate=16.0
     ),
     "hunyuan_video": Family(
-        pipelines=("HunyuanVideoPipeline",),
-        encodes="prompt_embeds pooled_prompt_embeds prompt_attention_mask",
-        guidance="embedded",
+        ("HunyuanVideoPipeline",),
+        "prompt_embeds pooled_prompt_embeds prompt_attention_mask",
+        "embedded",
         usual=6.0,
         lora=JOINT,
         frames=129,
         frame_rate=15.0,
     ),
-    "ltx": Family(
-        pipelines=("LTXPipeline",), encodes=_MASKED, guidance="concatenated", frames=161, frame_rate=25.0, unit=1
-    ),
+    "ltx": Family(("LTXPipeline",), _MASKED, "concatenated", frames=161, frame_rate=25.0, unit=1),
 }
 """name -> family."""
 
