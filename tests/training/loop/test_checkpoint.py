@@ -122,7 +122,7 @@ def test_a_failed_write_leaves_the_previous_checkpoint(tmp_path, monkeypatch, er
     def fail(*_):
         raise error
 
-    monkeypatch.setattr(checkpoint, "_sync_folder", fail)
+    monkeypatch.setattr(checkpoint, "_sync_and_describe", fail)
     with pytest.raises(CheckpointError, match=f"{message}.*earlier checkpoints are untouched.*--resume"):
         _save(tmp_path, 2, keep=1)
     assert not list(tmp_path.glob(".*"))
