@@ -187,7 +187,7 @@ def _checklist_answers(outputs: Outputs, batch: RewardBatch, settings: Settings,
 def _heie(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Generator) -> Sums:
     """Add the losses of the maps and the cross-entropy of the score with the plausibility."""
     value = outputs["value"]
-    target, _ = _targets(batch, value)
+    target = _targets(batch, value)[0]
     loss = outputs["map_loss"] + F.binary_cross_entropy_with_logits(value, target, reduction="none")
     return _sums(loss, torch.ones_like(loss))
 
