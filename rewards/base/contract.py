@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import unicodedata
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,20 +95,30 @@ def read_request(
     name: str, images: Any, prompts: Sequence[str], metadata: Metadata | None, *, texts: bool = False
 ) -> Request:
     """Check what a reward was asked to judge; `images` (or `texts`) come in any form that `load_images` takes."""
-    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
-        raise TypeError(
-            f"{name}: prompts is a {type(prompts).__name__}, needed is a list with one string per image. "
-            "For one prompt and B images write [prompt] * B."
-        )
-    for index, prompt in enumerate(prompts):
-        if not isinstance(prompt, str):
-            raise TypeError(f"{name}: prompts[{index}] is a {type(prompt).__name__}, needed is a string.")
+    check_list(name, "prompts", prompts, "string", is_text)
     batch = load_images(images, texts=texts)
     if len(batch) != len(prompts):
         raise ValueError(
             f"{name}: {len(batch)} images and {len(prompts)} prompts; give one prompt per image, repeated if need be."
         )
     return Request(batch, list(prompts), read_metadata(name, metadata, len(prompts), noun="image"))
+
+
+def check_list(name: str, argument: str, values: Any, item: str, is_item: Callable[[Any], bool]) -> None:
+    """Check that an argument is a list of items of a kind."""
+    if isinstance(values, str | Mapping) or not isinstance(values, Sequence):
+        raise TypeError(
+            f"{name}: {argument} is a {type(values).__name__}, needed is a list with one {item} per sample."
+        )
+    for index, value in enumerate(values):
+        if not is_item(value):
+            shown = f"{type(value).__name__} {value!r:.40}"
+            raise TypeError(f"{name}: {argument}[{index}] is the {shown}; needed is a {item}.")
+
+
+def is_text(value: Any) -> bool:
+    """Tell whether a value is a string."""
+    return isinstance(value, str)
 
 
 def read_pairs(
@@ -136,15 +146,9 @@ def read_metadata(name: str, metadata: Metadata | None, size: int, *, noun: str)
     """Check the metadata: one record or None per sample; `noun` names a sample in messages."""
     if metadata is None:
         return [None] * size
-    if isinstance(metadata, Mapping | str) or not isinstance(metadata, Sequence):
-        raise TypeError(
-            f"{name}: metadata is a {type(metadata).__name__}, needed is a list with one mapping or None per {noun}."
-        )
+    check_list(name, "metadata", metadata, "mapping or None", lambda record: isinstance(record, Mapping | None))
     if len(metadata) != size:
         raise ValueError(f"{name}: {len(metadata)} metadata records for {size} {noun}s; give one each, or None.")
-    for index, record in enumerate(metadata):
-        if not isinstance(record, Mapping | None):
-            raise TypeError(f"{name}: metadata[{index}] is a {type(record).__name__}, needed is a mapping or None.")
     return list(metadata)
 
 

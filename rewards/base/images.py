@@ -34,9 +34,8 @@ SLACK = 1e-6
 
 ACCEPTED = (
     "Allowed: a float tensor [B, 3, H, W] in [0, 1], uint8 [B, 3, H, W] or [B, H, W, 3], or a list of PIL "
-    "images, paths, or single images as tensors."
+    "images, paths, or single images as tensors. Clips of frames are for load_judge('frames', reward=...)."
 )
-_CLIP = "This judge takes no clip of frames: load_judge('frames', reward=...) judges clips frame by frame."
 _DECODE_ERRORS = (
     *(OSError, ValueError, EOFError, LookupError, TypeError, OverflowError, MemoryError),
     SyntaxError,  # PIL raises it for broken PNG chunks
@@ -83,7 +82,7 @@ def load_images(items: Any, *, texts: bool = False) -> ImageBatch:
     if isinstance(items, Tensor | np.ndarray):
         return _read_batch(items, "images")
     if isinstance(items, Image.Image | str | bytes | os.PathLike) or not isinstance(items, Sequence):
-        raise TypeError(f"images is a {type(items).__name__}. {ACCEPTED} Put a single image into a list.")
+        raise TypeError(f"images is a {type(items).__name__}. {ACCEPTED}")
     images: list[Tensor | None] = []
     reasons: list[str | None] = []
     for index, item in enumerate(items):
@@ -124,15 +123,9 @@ def on_cpu(images: Any) -> Any:
 def _read_item(item: Any, where: str) -> ImageBatch:
     """Read an element of a list as an ImageBatch of length 1."""
     if isinstance(item, Tensor | np.ndarray):
-        if item.ndim != 3:
-            raise ValueError(
-                f"{where} has shape {tuple(item.shape)}; an element of a list is one image with 3 "
-                f"dimensions. {ACCEPTED}{f' {_CLIP}' if item.ndim == 4 else ''}"
-            )
         return _read_batch(item[None], where)
     if not isinstance(item, Image.Image | str | os.PathLike):
-        clip = f" {_CLIP}" if isinstance(item, list | tuple) else ""
-        raise TypeError(f"{where} is a {type(item).__name__}. {ACCEPTED}{clip}")
+        raise TypeError(f"{where} is a {type(item).__name__}. {ACCEPTED}")
     max_pixels()  # what is wrong with the limit is no fault of the image
     try:
         with _open(item) as image:
@@ -250,27 +243,20 @@ def _from_deep(image: Image.Image) -> Tensor:
 def _read_batch(items: Tensor | np.ndarray, where: str) -> ImageBatch:
     """Read a tensor or array [B, ...]: layout, type and range raise; NaN costs its row only."""
     shape = tuple(items.shape)
-    if len(shape) != 4:
-        hint = {3: " Add the batch dimension: images[None].", 5: f" {_CLIP}"}.get(len(shape), "")
-        raise ValueError(f"{where} has shape {shape}, which is not a batch of images.{hint} {ACCEPTED}")
     pixels = torch.from_numpy(np.array(items)) if isinstance(items, np.ndarray) else items.detach()
     levels = pixels.dtype == torch.uint8
     if not levels and not pixels.is_floating_point():
-        raise TypeError(f"{where} has dtype {items.dtype}. Allowed: floats in [0, 1] or uint8. {ACCEPTED}")
-    channels_first, channels_last = shape[1] == 3, shape[3] == 3
-    problem = None
-    if levels and channels_first and channels_last:
-        problem = "may be [B, 3, H, W] or [B, H, W, 3]. Pass floats in [0, 1] as [B, 3, H, W] to say which."
-    elif levels and not channels_first and not channels_last:
-        problem = f"has no dimension of 3 channels. Pass grey or transparent images as PIL. {ACCEPTED}"
-    elif not levels and not channels_first:
-        hint = " Use images.permute(0, 3, 1, 2)." if channels_last else ""
-        problem = f"is no float image, which is channels first with 3 channels.{hint} {ACCEPTED}"
-    elif 0 in shape[1:]:
-        problem = "has images without pixels. Give height and width of at least 1."
-    if problem:
-        shown = shape if where == "images" else shape[1:]
-        raise ValueError(f"{where} of shape {shown} and dtype {items.dtype} {problem}")
+        raise TypeError(f"{where} has dtype {items.dtype}. {ACCEPTED}")
+    channels_first, channels_last = (len(shape) == 4 and shape[axis] == 3 for axis in (1, 3))
+    for problem, is_wrong in (
+        ("is not a batch of images", len(shape) != 4),
+        ("may have its channels first or last, so pass floats", levels and channels_first and channels_last),
+        ("does not have the 3 channels where they belong", not channels_first and not (levels and channels_last)),
+        ("has images without pixels", 0 in shape[1:]),
+    ):
+        if is_wrong:
+            shown = shape if where == "images" else shape[1:]
+            raise ValueError(f"{where} of shape {shown} and dtype {items.dtype} {problem}. {ACCEPTED}")
     if levels:
         pixels = (pixels if channels_first else pixels.permute(0, 3, 1, 2)).to(torch.float32) / 255
         return ImageBatch(list(pixels), [None] * len(pixels))

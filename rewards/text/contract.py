@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from visalign.interfaces import Metadata, Prompt, RewardCapabilities, Scores, TextReward, is_message, policy_text
-from visalign.rewards.base.contract import make_scores, read_metadata
+from visalign.rewards.base.contract import check_list, is_text, make_scores, read_metadata
 
 
 @dataclass(frozen=True)
@@ -67,37 +67,24 @@ def read_text_request(
     name: str, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None
 ) -> TextRequest:
     """Check B completions, prompts and records (None for none); answers of tools and environments are left out."""
-    for argument, values, item in (
-        ("completions", completions, "string"),
-        ("prompts", prompts, "string or conversation"),
-    ):
-        if isinstance(values, str | Mapping) or not isinstance(values, Sequence):
-            raise TypeError(
-                f"{name}: {argument} is a {type(values).__name__}, needed is a list with one {item} per completion."
-            )
+    check_list(name, "completions", completions, "string", is_text)
+    check_list(
+        name, "prompts", prompts, "string, or list of messages as {'role': 'user', 'content': 'text'}", is_prompt
+    )
     if len(prompts) != len(completions):
         raise ValueError(
             f"{name}: {len(completions)} completions and {len(prompts)} prompts; give one prompt per "
             "completion, repeated for each sample of its group."
         )
-    for index, (completion, prompt) in enumerate(zip(completions, prompts, strict=True)):
-        if not isinstance(completion, str):
-            raise TypeError(
-                f"{name}: completions[{index}] is a {type(completion).__name__}, needed is a string: of a "
-                "conversation give the content, and do not score a generation that failed."
-            )
-        if not isinstance(prompt, str) and not is_conversation(prompt):
-            raise TypeError(
-                f"{name}: prompts[{index}] is {type(prompt).__name__} {shortened(prompt, 40)}; needed is a "
-                "string, or a list of messages such as {'role': 'user', 'content': 'text'}."
-            )
     records = read_metadata(name, metadata, len(completions), noun="completion")
     return TextRequest([*map(policy_text, completions)], list(prompts), records)
 
 
-def is_conversation(prompt: Any) -> bool:
-    """True for a list of at least one message."""
-    return isinstance(prompt, Sequence) and len(prompt) > 0 and all(map(is_message, prompt))
+def is_prompt(prompt: Any) -> bool:
+    """True for a string, and for a list of at least one message."""
+    return isinstance(prompt, str) or (
+        isinstance(prompt, Sequence) and len(prompt) > 0 and all(map(is_message, prompt))
+    )
 
 
 def text_scores(

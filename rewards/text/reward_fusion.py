@@ -21,7 +21,7 @@ from visalign.rewards.base.failure import failure_reasons
 from visalign.text.messages import prompt_text
 from visalign.text.neighbours import hashed_ngrams
 
-from .contract import TextRequest, is_conversation, read_text_request
+from .contract import TextRequest, is_prompt, read_text_request
 
 Embed = Callable[[Sequence[str]], Tensor]
 """N texts -> [N, D]; similar texts have a large cosine."""
@@ -62,13 +62,11 @@ class RewardFusion:
 
         entries = load_prompts(pool) if isinstance(pool, str | Path) else pool
         records = [entry if isinstance(entry, Mapping) else {"prompt": entry} for entry in entries]
-        prompts = [record.get("prompt") for record in records]
-        are_prompts = all(isinstance(prompt, str) or is_conversation(prompt) for prompt in prompts)
         rules = {
             f"threshold is {threshold} and top {top}; needed are a cosine above 0, at most 1, and at "
             "least one neighbour": 0 < threshold <= 1 and top >= 1,
             'the pool must hold prompts (texts or lists of messages), or records with "prompt"': (
-                bool(records) and are_prompts
+                bool(records) and all(is_prompt(record.get("prompt")) for record in records)
             ),
             f"{', '.join(options)}: options are of a reward given by name": isinstance(reward, str) or not options,
         }

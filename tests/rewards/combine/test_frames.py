@@ -128,7 +128,7 @@ def test_refused_clips(clips, error, message):
 
 @pytest.mark.parametrize("clips", [[[Image.new("RGB", (4, 4))]], [grey([0.5])], grey([0.5])[None]])
 def test_a_judge_of_images_says_what_judges_clips(clips):
-    with pytest.raises((TypeError, ValueError), match=r"takes no clip of frames: load_judge\('frames', reward="):
+    with pytest.raises((TypeError, ValueError), match=r"Clips of frames are for load_judge\('frames', reward="):
         load_reward("sharpness").score(clips, ["p"])
 
 

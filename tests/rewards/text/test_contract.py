@@ -80,14 +80,14 @@ def test_every_entry_of_the_catalogue_keeps_the_contract(name):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("one", ["?"], None), "completions is a str, needed is a list with one string per completion"),
-        ((["a"], "?", None), "prompts is a str, needed is a list with one string or conversation"),
+        (("one", ["?"], None), "completions is a str, needed is a list with one string per sample"),
+        ((["a"], "?", None), "prompts is a str, needed is a list with one string, or list of messages"),
         ((["a", "b"], ["?"], None), "2 completions and 1 prompts; give one prompt per completion"),
-        (([None], ["?"], None), r"completions\[0\] is a NoneType, needed is a string"),
-        ((["a"], [3], None), r"prompts\[0\] is int '3'; needed is a string, or a list of messages"),
+        (([None], ["?"], None), r"completions\[0\] is the NoneType None; needed is a string"),
+        ((["a"], [3], None), r"prompts\[0\] is the int 3; needed is a string, or list of messages"),
         ((["a"], ["?"], {"answer": ["a"]}), "metadata is a dict, needed is a list with one mapping or None"),
         ((["a"], ["?"], []), "0 metadata records for 1 completions; give one each, or None"),
-        ((["a"], ["?"], ["a"]), r"metadata\[0\] is a str, needed is a mapping or None"),
+        ((["a"], ["?"], ["a"]), r"metadata\[0\] is the str 'a'; needed is a mapping or None"),
     ],
 )
 def test_bad_requests(arguments, message):
