@@ -21,11 +21,9 @@ from visalign.interfaces import Metadata, Preferences, Scores
 
 from .images import ImageBatch, load_images
 
-_INVISIBLE = ("Zs", "Zl", "Zp", "Cc", "Cf")
-"""Unicode's categories of separators, control and format characters."""
+_INVISIBLE = ("Zs", "Zl", "Zp", "Cc", "Cf")  # Unicode's categories of separators, control and format characters
 
-GROUP_KEY = "group_id"
-"""Key of the metadata by which a reward that compares inside groups (`needs_group`) knows them."""
+GROUP_KEY = "group_id"  # Key of the metadata by which a reward that compares inside groups (`needs_group`) knows them
 
 
 def check_rules(name: str, rules: Mapping[str, bool]) -> None:

@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
-_FULL_BYTES = 64 << 20
-"""Bytes up to which a file is read whole."""
-_BLOCK, _BLOCKS = 1 << 16, 512
-"""Of a larger file, so many blocks evenly spread."""
+_FULL_BYTES = 64 << 20  # Bytes up to which a file is read whole
+_BLOCK, _BLOCKS = 1 << 16, 512  # Of a larger file, so many blocks evenly spread
 
 
 @dataclass(frozen=True, kw_only=True)

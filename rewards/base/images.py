@@ -29,8 +29,7 @@ from visalign.vision.pixels import first_frame_upright, over_white, to_levels
 
 from .memory import max_pixels
 
-SLACK = 1e-6
-"""How far float rounding may put a value outside [0, 1]; such values are clamped."""
+SLACK = 1e-6  # How far float rounding may put a value outside [0, 1]; such values are clamped
 
 ACCEPTED = (
     "Allowed: a float tensor [B, 3, H, W] in [0, 1], uint8 [B, 3, H, W] or [B, H, W, 3], or a list of PIL "
@@ -41,8 +40,7 @@ _DECODE_ERRORS = (
     SyntaxError,  # PIL raises it for broken PNG chunks
     *(struct.error, zlib.error, Image.DecompressionBombError),
 )
-_ANIMATED = ("GIF", "PNG", "WEBP")
-"""PIL's formats whose frames are moments; those of others are pages, sizes or views."""
+_ANIMATED = ("GIF", "PNG", "WEBP")  # PIL's formats whose frames are moments; those of others are pages, sizes or views
 
 _DEEP_MODES = {"I;16": 65535.0, "I;16L": 65535.0, "I;16B": 65535.0, "I;16N": 65535.0, "I": 65535.0, "F": 1.0}
 """Modes deeper than 8 bits, with the value that counts as white."""

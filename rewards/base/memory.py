@@ -9,8 +9,7 @@ from pathlib import Path
 
 from visalign.errors import UserError
 
-BYTES_PER_PIXEL = 128
-"""Peak memory assumed of a judge; an image as three float64 channels alone takes 24."""
+BYTES_PER_PIXEL = 128  # Peak memory assumed of a judge; an image as three float64 channels alone takes 24
 _LARGEST = 1 << 25
 _VARIABLE = "VISALIGN_MAX_PIXELS"
 

@@ -28,8 +28,7 @@ from .server import ChatServer
 URL, MODEL, KEY = "VISALIGN_JUDGE_URL", "VISALIGN_JUDGE_MODEL", "VISALIGN_JUDGE_KEY"
 """Environment variables for judges that are named without options, as on the command line."""
 
-Answer = tuple[Mapping[str, float], str]
-"""Numbers read from one answer ("value" and parts), and its text."""
+Answer = tuple[Mapping[str, float], str]  # Numbers read from one answer ("value" and parts), and its text
 
 
 class ChatJudge:
@@ -53,12 +52,10 @@ class ChatJudge:
     name: str
     capabilities = RewardCapabilities()
     default_template: Template
-    required_fields: Sequence[str] = ("prompt",)
-    """Names in braces that a template must contain."""
+    required_fields: Sequence[str] = ("prompt",)  # Names in braces that a template must contain
     default_temperature = 0.0
     default_max_new_tokens = 1024
-    load_local: Callable[..., LocalModel] = LocalModel
-    """Loads a model in this process."""
+    load_local: Callable[..., LocalModel] = LocalModel  # Loads a model in this process
 
     def __init__(
         self,

@@ -82,8 +82,7 @@ def chat_messages(template: Template, query: Query, urls: ImageUrls) -> list[dic
     return [*messages, {"role": "assistant", "content": prefix}] if prefix else messages
 
 
-FINISHED = (None, "stop", "eos", "end_turn", "stop_sequence")
-"""finish_reasons of an answer that ended by itself."""
+FINISHED = (None, "stop", "eos", "end_turn", "stop_sequence")  # finish_reasons of an answer that ended by itself
 CUT_OFF = "the judge's answer was cut off at the token limit; raise max_new_tokens"
 EMPTY = "the judge wrote nothing"
 _REFUSAL = re.compile(

@@ -35,8 +35,7 @@ ASKING = question(
     "This picture was generated from the caption: {prompt}\n{question}\nAnswer with one word, yes or no.",
     words={"yes": ("yes",), "no": ("no",)},
 )
-MAX_QUESTIONS = 20
-"""Largest number of questions of a checklist that is written; a longer one is a failure."""
+MAX_QUESTIONS = 20  # Largest number of questions of a checklist that is written; a longer one is a failure
 _LIST_ITEM = re.compile(r"^\s*(?:\d+\s*[.)]|[-*•])\s+(?P<text>\S.*?)\s*$", re.MULTILINE)
 
 

@@ -24,8 +24,7 @@ from .messages import ImageUrls, Reply, chat_messages, read_or_explain, read_rep
 
 T = TypeVar("T")
 
-Dialect = Literal["vllm", "sglang", "openai"]
-"""Kind of server, which decides its fields in addition to OpenAI's."""
+Dialect = Literal["vllm", "sglang", "openai"]  # Kind of server, which decides its fields in addition to OpenAI's
 
 _NEUTRAL_SAMPLING = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 """vLLM and SGLang take these from the model's generation config when they are left out."""

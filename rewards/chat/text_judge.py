@@ -38,8 +38,7 @@ from .language import load_language_model
 from .messages import Reply
 
 Form = Literal["point", "pair", "list"]
-Values = tuple[float, ...]
-"""Scores of the completions of a question."""
+Values = tuple[float, ...]  # Scores of the completions of a question
 OPTIONS = ("Response 1 is better", "Response 2 is better")
 PRINCIPLES = (
     "First write the principles by which such a response should be judged, with a weight in percent for each. "

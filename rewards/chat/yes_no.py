@@ -26,8 +26,7 @@ from visalign.rewards.vlm.yes_no import MIN_MASS
 from .judge import ChatJudge
 from .messages import Reply
 
-_MIN_REMAINDER = 1e-7
-"""Log-probs come in float32, which cannot tell a smaller remainder from 0."""
+_MIN_REMAINDER = 1e-7  # Log-probs come in float32, which cannot tell a smaller remainder from 0
 _TOKEN_MARKS = str.maketrans({"Ġ": " ", "▁": " ", "Ċ": "\n"})
 """Characters by which tokenizers spell blanks and line ends."""
 

@@ -66,10 +66,8 @@ class _YesNoJudge(EngineJudge):
     """
 
     name: str
-    short_question: Template
-    """Our question, where the folder has none of its name."""
-    long_question: Template
-    """Our question with reasons behind the decision."""
+    short_question: Template  # Our question, where the folder has none of its name
+    long_question: Template  # Our question with reasons behind the decision
 
     def __init__(
         self,

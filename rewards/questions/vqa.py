@@ -24,8 +24,7 @@ from visalign.rewards.vlm.template import Template, question
 
 _NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 
-AFFIRMED = ("Yes", "yes", " yes", " Yes")
-"""Spellings of yes in GenEval 2's code."""
+AFFIRMED = ("Yes", "yes", " yes", " Yes")  # Spellings of yes in GenEval 2's code
 SHOWS = question("vqa_score", 'Does this figure show "{prompt}"? Please answer Yes or No.')
 GENEVAL2 = question("vqa_score", 'Does this image show "{prompt}"? Answer the question with Yes or No.')
 ONE_WORD = question("soft_tifa", "{question} Answer in one word.")

@@ -13,8 +13,7 @@ NUMBER = r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?"
 """A decimal number with a point; a comma is read neither as a decimal mark nor as a thousands mark."""
 
 _TAGS = {name: re.compile(rf"<(/?){name}>", re.IGNORECASE) for name in ("answer", "think")}
-_LONG_NUMBER = re.compile(r"\d{40}")
-"""Digits that no rating has; the patterns below would take quadratic time on them."""
+_LONG_NUMBER = re.compile(r"\d{40}")  # Digits that no rating has; the patterns below would take quadratic time on them
 _MOST_BRACES = 2000  # each may begin an object
 _LIST = re.compile(r"\d\s*,\s*\d")
 _SCALE = re.compile(

@@ -15,10 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from .numbers import NUMBER, AnswerError, check_range, json_object, single_number, statement, without_emphasis
 
-ASPECTS = ("alignment", "coherence", "style")
-"""UnifiedReward's three aspects, in the order in which it writes them."""
-LIFT_VALUES = {"Good": 0.9, "Normal": 0.2, "Bad": 0.05}
-"""LiFT's value of each label (its released code)."""
+ASPECTS = ("alignment", "coherence", "style")  # UnifiedReward's three aspects, in the order in which it writes them
+LIFT_VALUES = {"Good": 0.9, "Normal": 0.2, "Bad": 0.05}  # LiFT's value of each label (its released code)
 RATIONAL_ASPECTS = {
     "text_faithfulness": "Text Faithfulness",
     "physical_quality": "Physical and Visual Quality",

@@ -15,8 +15,7 @@ from typing import Any
 
 from .numbers import NUMBER, AnswerError, json_object, statement
 
-OPTIONS = ("Image 1 is better", "Image 2 is better")
-"""The two sentences that UnifiedReward writes."""
+OPTIONS = ("Image 1 is better", "Image 2 is better")  # The two sentences that UnifiedReward writes
 
 _CLAUSE = re.compile(r"(.*?)([.;:!?\n,]|\b(?:but|however|while|whereas|although|though|and)\b|$)", re.IGNORECASE)
 """A clause and what ends it."""
@@ -51,8 +50,7 @@ _ORDINAL = {1: "first", 2: "second"}
 _SIDE = {side: re.compile(rf"\b(?:video|image|picture)\s*{side}\b", re.IGNORECASE) for side in (1, 2)}
 _ASPECT = re.compile(r"^[ \t*#-]*+(\w++)[ \t]++score[ \t*]*+:[ \t\r*]*$", re.IGNORECASE | re.MULTILINE)
 """A heading of UnifiedReward 2.0 over the two scores of one aspect."""
-_LONGEST_CLAUSE = 1000
-"""Characters of the longest clause that is read, since some patterns take quadratic time."""
+_LONGEST_CLAUSE = 1000  # Characters of the longest clause that is read, since some patterns take quadratic time
 _EITHER = re.compile(r"\b1\s*(?:/|or|\|)\s*2\b", re.IGNORECASE)
 _TIE_WORD = re.compile(r"\s*(?:a\s+)?(?:tie|draw|equal|both|none)\s*\.?\s*", re.IGNORECASE)
 

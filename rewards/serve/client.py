@@ -34,12 +34,10 @@ from visalign.vision.pixels import to_levels
 from .wire import JUDGE_HEADER, MEDIA_TYPE, JudgeRequest, WireError, pack_request, unpack_answer
 
 _RETRIED_STATUSES = (408, 429, 502, 503, 504)
-_FATAL_STATUSES = (401, 403, 404, 411, 415)
-"""Statuses that any request of the call would get."""
+_FATAL_STATUSES = (401, 403, 404, 411, 415)  # Statuses that any request of the call would get
 _CONCURRENT_REQUESTS = 2
 """Requests of one call under way at each server: while it judges one, the next is packed and sent."""
-_MAX_PAUSE = 30.0
-"""Longest pause, in seconds, before a server is asked again, whatever its Retry-After says."""
+_MAX_PAUSE = 30.0  # Longest pause, in seconds, before a server is asked again, whatever its Retry-After says
 _CONNECT_SECONDS = 10.0
 _LIMITS = ("max_batch", "max_rows", "max_pixels", "max_prompt", "max_header")
 _SHARED_FIELDS = ("name", "identity", "scores", "compares", "unit")

@@ -15,10 +15,8 @@ CONNECTION_BYTES = 320 << 10
 """Bytes that a connection may hold unread: 64 KiB at uvicorn, one read of 256 KiB at asyncio."""
 _BACKLOG = 64
 """Connections that the system accepts before the server looks; they need descriptors beside the open ones."""
-_SPARE_DESCRIPTORS = 64
-"""Descriptors for the judge's pipe, its process when it is restarted, and files."""
-_GRACE = 1.0
-"""Seconds that a new connection has to send its request before it may be closed for another."""
+_SPARE_DESCRIPTORS = 64  # Descriptors for the judge's pipe, its process when it is restarted, and files
+_GRACE = 1.0  # Seconds that a new connection has to send its request before it may be closed for another
 _FULL = json.dumps({"error": "Busy: too many connections. Try again.", "busy": True}).encode()
 
 

@@ -23,23 +23,16 @@ _LEAST_PIXELS = 1 << 20
 class RequestLimits:
     """Limits of requests."""
 
-    max_bytes: int = 256 << 20
-    """Bytes in the body of a request."""
-    max_header: int = 1 << 20
-    """Bytes of JSON in it: prompts, records, shapes."""
+    max_bytes: int = 256 << 20  # Bytes in the body of a request
+    max_header: int = 1 << 20  # Bytes of JSON in it: prompts, records, shapes
     max_total_bytes: int = 1 << 30
     """Bytes of all requests in progress, from their first byte to their answer; a byte of JSON counts
     `JSON_GROWTH` times."""
-    max_rows: int = 512
-    """Images or pairs in one request."""
-    max_pixels: int = 64 << 20
-    """Pixels of all images of a request, and of all that are scored together."""
-    max_prompt: int = 20_000
-    """Characters of one prompt."""
-    timeout: float = 120.0
-    """Seconds that the judge may take for a batch."""
-    receive_timeout: float = 60.0
-    """Seconds in which a body must have arrived."""
+    max_rows: int = 512  # Images or pairs in one request
+    max_pixels: int = 64 << 20  # Pixels of all images of a request, and of all that are scored together
+    max_prompt: int = 20_000  # Characters of one prompt
+    timeout: float = 120.0  # Seconds that the judge may take for a batch
+    receive_timeout: float = 60.0  # Seconds in which a body must have arrived
 
 
 class QueueFull(RuntimeError):

@@ -20,15 +20,8 @@ from visalign.interfaces import PairwiseReward, PointwiseReward, Preferences, Sc
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.images import as_contract
 
-from .wire import (
-    JudgeRequest,
-    WireError,
-    concatenate_requests,
-    pack_answer,
-    pack_request,
-    unpack_answer,
-    unpack_request,
-)
+from . import wire
+from .wire import JudgeRequest, WireError
 
 
 class JudgeRefused(RewardError):
@@ -55,10 +48,9 @@ class WorkerUnavailable(RuntimeError):
         self.retry_after = retry_after
 
 
-_RESTARTS_AT_ONCE = 3
-"""Failures in a row after which the judge is started again at once; then only after a pause."""
-_MAX_PAUSE = 60.0
-"""Longest pause before a restart, in seconds."""
+_LOAD_SECONDS = 600.0  # Time for a judge to be ready
+_RESTARTS_AT_ONCE = 3  # Failures in a row after which the judge is started again at once; then only after a pause
+_MAX_PAUSE = 60.0  # Longest pause before a restart, in seconds
 
 
 class JudgeWorker:
@@ -67,16 +59,8 @@ class JudgeWorker:
     `card` describes it, `restarts` counts, and `down` says why there is no judge now, or is None.
     """
 
-    def __init__(
-        self,
-        name: str,
-        options: Mapping[str, Any] | None = None,
-        *,
-        threads: int | None = None,
-        load_timeout: float = 600.0,
-    ) -> None:
+    def __init__(self, name: str, options: Mapping[str, Any] | None = None, *, threads: int | None = None) -> None:
         self._arguments = (name, dict(options or {}), threads)
-        self._load_timeout = load_timeout
         self._lock = threading.Lock()
         self._closed = False
         self._failures = 0
@@ -94,7 +78,7 @@ class JudgeWorker:
         with self._lock:
             self._ensure_running()
             try:
-                messages = request.messages or (pack_request(request),)
+                messages = request.messages or (wire.pack_request(request),)
                 self._link.send(len(messages))
                 for message in messages:
                     self._link.send_bytes(message)
@@ -110,7 +94,7 @@ class JudgeWorker:
         if isinstance(reply, RewardError):
             raise reply
         try:
-            return unpack_answer(reply, len(request))
+            return wire.unpack_answer(reply, len(request))
         except WireError as error:
             raise JudgeFailed(f"the judge's answer is unusable: {error}") from error
 
@@ -141,7 +125,7 @@ class JudgeWorker:
         child.close()
         begun = time.monotonic()
         try:
-            reply = self._link.recv() if self._link.poll(self._load_timeout) else "it was not ready in time"
+            reply = self._link.recv() if self._link.poll(_LOAD_SECONDS) else "it was not ready in time"
         except (EOFError, OSError):
             self._process.join(5.0)
             reply = f"its process ended while loading (exit code {self._process.exitcode})"
@@ -198,8 +182,8 @@ def _serve(link: Connection, name: str, options: dict[str, Any], threads: int | 
         while loading.error is None:
             messages = [bytearray(link.recv_bytes()) for _ in range(link.recv())]
             with CaughtError() as judging:  # one bad request must not end the process
-                request = concatenate_requests([unpack_request(message) for message in messages])
-                reply = pack_answer(answer_request(judge, request))
+                request = wire.concatenate_requests([wire.unpack_request(message) for message in messages])
+                reply = wire.pack_answer(answer_request(judge, request))
             if (error := judging.error) is not None:
                 reply = error if isinstance(error, JudgeRefused | JudgeFailed) else JudgeFailed(_describe(error))
                 if not isinstance(reply, JudgeRefused):
@@ -232,9 +216,7 @@ def judge_card(judge: Any) -> dict[str, Any]:
 
 
 def answer_request(judge: Any, request: JudgeRequest) -> Scores | Preferences:
-    """Score or compare, as the request asks; raise JudgeRefused where the judge finds fault with it, else
-    JudgeFailed.
-    """
+    """Score or compare; raise JudgeRefused where the judge finds fault with the request, else JudgeFailed."""
     with CaughtError() as judging:
         sides = [
             # [3, H, 3] of levels could be read with the channels first or last

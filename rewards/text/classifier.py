@@ -15,8 +15,7 @@ from visalign.model_files import LOADING_ERRORS
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.weights.checkpoint_files import dtype_of, precision_on, quiet_loading
 
-UNBOUNDED = 10**9
-"""Tokenizers without a limit give a huge number as model_max_length."""
+UNBOUNDED = 10**9  # Tokenizers without a limit give a huge number as model_max_length
 
 
 def load_classifier(

@@ -53,8 +53,7 @@ class TextRule:
     range = (0.0, 1.0)
     higher_is_better = True
     capabilities = RewardCapabilities()
-    judge: Callable[[str, Mapping[str, Any]], TextVerdict]
-    """Score one completion with its record."""
+    judge: Callable[[str, Mapping[str, Any]], TextVerdict]  # Score one completion with its record
 
     def score(self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None) -> Scores:
         """Score each completion, whatever its prompt; `text` holds the remarks."""

@@ -13,8 +13,7 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import Any
 
-NUMBER_LIMIT = 400
-"""Characters of the longest number that is read, and its largest decimal exponent."""
+NUMBER_LIMIT = 400  # Characters of the longest number that is read, and its largest decimal exponent
 
 _PLAIN = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+"
 _NUMBER = re.compile(rf"([+-]?)({_PLAIN})(?:[eE]([+-]?\d{{1,4}})|\*10(?:\^|\*\*)\(?([+-]?\d{{1,4}})\)?)?")

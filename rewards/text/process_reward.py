@@ -32,8 +32,7 @@ from .classifier import batches_by_length, load_classifier, load_tokenizer, long
 from .contract import read_text_request
 
 Aggregate = Literal["min", "product", "mean", "last"]
-CONTRIBUTIONS = ("sum",)
-"""Aggregates of a progress estimator: the sum of contributions is the expected outcome."""
+CONTRIBUTIONS = ("sum",)  # Aggregates of a progress estimator: the sum of contributions is the expected outcome
 
 
 @dataclass(frozen=True, kw_only=True)

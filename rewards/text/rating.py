@@ -139,19 +139,19 @@ class VerdictReward(TextRule):
         label = _number(record.get("label"))
         if not 0 <= label <= 1 or label == 0.5:
             return TextVerdict(reason="its record has no label from 0 to 1 that prefers one of the images")
-        if self.words is not None:
-            sides = {word.casefold(): side for side, word in enumerate(self.words, 1)}
-            side = sides.get(_first_word(completion))
-            if side is None:
-                problem = f"the answer begins with neither {self.words[0]!r} nor {self.words[1]!r}"
-                return TextVerdict(value=-1.0, remark=problem)
-        else:
-            try:
-                side = verdict(completion, options=self.options)
-            except AnswerError as error:
-                return TextVerdict(value=-1.0, remark=str(error))
+        try:
+            side = verdict(completion, options=self.options) if self.words is None else self._read_word(completion)
+        except AnswerError as error:
+            return TextVerdict(value=-1.0, remark=str(error))
         right = side == (1 if label > 0.5 else 2)
         return TextVerdict(value=1.0 if right else -1.0, remark=("a tie", "the first", "the second")[side])
+
+    def _read_word(self, completion: str) -> int:
+        first, second = self.words or OPTIONS
+        side = {first.casefold(): 1, second.casefold(): 2}.get(first_word(completion))
+        if side is None:
+            raise AnswerError(f"the answer begins with neither {first!r} nor {second!r}")
+        return side
 
 
 class ScoresReward(TextRule):
@@ -187,13 +187,6 @@ def _read_rating(reader: Callable[[str], float], text: str) -> tuple[float, str]
         return reader(text), ""
     except AnswerError as error:
         return math.nan, str(error)
-
-
-def _first_word(text: str) -> str:
-    try:
-        return first_word(text)
-    except AnswerError:
-        return ""
 
 
 def _number(value: Any) -> float:

@@ -23,8 +23,7 @@ from visalign.text.neighbours import hashed_ngrams
 
 from .contract import TextRequest, is_prompt, read_text_request
 
-Embed = Callable[[Sequence[str]], Tensor]
-"""N texts -> [N, D]; similar texts have a large cosine."""
+Embed = Callable[[Sequence[str]], Tensor]  # N texts -> [N, D]; similar texts have a large cosine
 
 
 class RewardFusion:

@@ -25,8 +25,7 @@ from .contract import TextVerdict, read_text_request, text_scores
 
 MEAN_AND_STD = ("mean", "log_std")
 """Names of the outputs (`config.id2label`) of a model that gives a mean and a standard deviation."""
-MEMBER = "member_"
-"""Beginning of the names of the outputs of an ensemble on one network."""
+MEMBER = "member_"  # Beginning of the names of the outputs of an ensemble on one network
 
 
 def read_logits(logits: Tensor, names: Sequence[str]) -> tuple[Tensor, Tensor | None]:

@@ -24,8 +24,7 @@ from visalign.rewards.base.contract import RewardError
 from .parsing import bracket_depths
 
 CHILD = Path(__file__).with_name("symbolic_child.py")
-SECONDS = 5.0
-"""Time limit of one comparison."""
+SECONDS = 5.0  # Time limit of one comparison
 START_SECONDS = 60.0
 LONGEST, DEEPEST, MOST_LETTERS, MOST_TERMS = 400, 12, 60, 60
 """Most characters, nested brackets, letters outside commands, and terms or items of an answer that is compared."""

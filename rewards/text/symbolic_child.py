@@ -11,10 +11,8 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-MEMORY = 4 * 2**30
-"""Limit of the address space in bytes: a power tower must not fill the machine."""
-DIGITS = 1000
-"""Digits to which the difference of two irrational numbers is computed."""
+MEMORY = 4 * 2**30  # Limit of the address space in bytes: a power tower must not fill the machine
+DIGITS = 1000  # Digits to which the difference of two irrational numbers is computed
 _DECIMAL = re.compile(r"(?<![\d.])(\d*)\.(\d+)(?![\d.])")
 
 

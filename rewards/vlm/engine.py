@@ -270,8 +270,7 @@ class EngineJudge:
     """
 
     name: str
-    options: Mapping[str, Any]
-    """What the scores depend on besides model and question."""
+    options: Mapping[str, Any]  # What the scores depend on besides model and question
 
     def __init__(self, model: Any, default: Template, template: Template | None = None, **loading: Any) -> None:
         self.engine = engine_of(model, self.name, **loading)

@@ -24,8 +24,7 @@ from .template import SETTINGS, JudgeSettings
 
 PLACING = ("attention", "device_map", "quantization")
 """Options of a vision-language judge for placing and quantizing its weights."""
-ADAPTER = "adapter_config.json"
-"""File that marks the folder of a peft LoRA."""
+ADAPTER = "adapter_config.json"  # File that marks the folder of a peft LoRA
 
 
 def load_seeing_model(

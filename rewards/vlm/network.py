@@ -18,10 +18,8 @@ from .packing import Batch, attention_mask, batch_packs, collate, pack_rows
 from .requests import ImageEncoder, PatchEncoder, SeenImage, TileEncoder, TokenRow, by_patches
 
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-TILES = ("internvl",)
-"""Model types that read patches, and tiles."""
-STRIP = 16384
-"""Rows of the head that are multiplied at a time when all are needed."""
+TILES = ("internvl",)  # Model types that read tiles; those of QWEN read patches
+STRIP = 16384  # Rows of the head that are multiplied at a time when all are needed
 
 
 def image_encoder(model: Any, processor: Any, **changes: Any) -> ImageEncoder:

@@ -17,12 +17,9 @@ from visalign.vision.positions import rotary_positions
 
 from .requests import SeenImage, TokenRow
 
-PACK = 1024
-"""Most tokens of a pack with more than one row: attention costs their square."""
-SHORTEST = 8
-"""Fewest tokens of a common prefix."""
-MASK = 1 << 25
-"""Most entries of a mask."""
+PACK = 1024  # Most tokens of a pack with more than one row: attention costs their square
+SHORTEST = 8  # Fewest tokens of a common prefix
+MASK = 1 << 25  # Most entries of a mask
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,7 @@ from visalign.vision.pixels import rounded_levels, to_levels
 
 from .template import Template, escape
 
-PATCHES = 1 << 16
-"""Patches in one pass through the tower."""
+PATCHES = 1 << 16  # Patches in one pass through the tower
 
 
 @dataclass(frozen=True)
@@ -120,22 +119,17 @@ def by_patches(images: Sequence[SeenImage]) -> list[list[SeenImage]]:
     return parts
 
 
-TEXTS = 4096
-"""Texts whose tokens are cached."""
+TEXTS = 4096  # Texts whose tokens are cached
 
 
 @dataclass(frozen=True, kw_only=True)
 class Query:
     """Request to a judge: images for the slots of a template, and texts for its names."""
 
-    images: Sequence[Tensor]
-    """Each [3, H, W] float in [0, 1], or uint8; [F, 3, H, W] of a clip."""
-    prompt: str
-    """Fills `{prompt}`."""
-    fields: Mapping[str, str] = field(default_factory=dict)
-    """Fills other names."""
-    continuation: str = ""
-    """Text after the template's answer_prefix, as if the assistant had written it."""
+    images: Sequence[Tensor]  # Each [3, H, W] float in [0, 1], or uint8; [F, 3, H, W] of a clip
+    prompt: str  # Fills `{prompt}`
+    fields: Mapping[str, str] = field(default_factory=dict)  # Fills other names
+    continuation: str = ""  # Text after the template's answer_prefix, as if the assistant had written it
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,7 @@ from visalign.model_files import read_object
 from visalign.rewards.base.contract import RewardError
 
 SETTINGS = "judge.json"
-POSITIONS = ("mrope", "1d")
-"""Token positions: on three axes, or counted as in text."""
+POSITIONS = ("mrope", "1d")  # Token positions: on three axes, or counted as in text
 
 _NAME = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 

@@ -19,13 +19,10 @@ from visalign.core import yes_no_answer
 from .template import Template
 
 YES = ("yes", "Yes", "YES", " yes", " Yes", " YES")
-NO = ("no", "No", "NO", " no", " No", " NO")
-"""Default spellings; those that are several tokens are left out."""
+NO = ("no", "No", "NO", " no", " No", " NO")  # Default spellings; those that are several tokens are left out
 
-MIN_MASS = 0.1
-"""Least probability of yes and no together that counts as an answer."""
-SUREST = 87.0
-"""Bound of the log-odds: a probability of 0 counts as e^−87, which float32 still holds."""
+MIN_MASS = 0.1  # Least probability of yes and no together that counts as an answer
+SUREST = 87.0  # Bound of the log-odds: a probability of 0 counts as e^−87, which float32 still holds
 
 
 @dataclass(frozen=True)
