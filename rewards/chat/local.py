@@ -44,8 +44,13 @@ class LocalModel:
 
         With `top_logprobs` nothing is generated: only the likeliest first tokens are read, at temperature 1.
         """
+        replies: list[list[Reply | AnswerError]]
         if top_logprobs:
-            replies = [[reply] * answers for reply in self._first_tokens(template, queries, top_logprobs)]
+            rows, reasons = self.engine.likeliest(template, queries, top_logprobs)
+            replies = [
+                [Reply("", merge_spellings(row)) if reason is None else AnswerError(reason)] * answers
+                for row, reason in zip(rows, reasons, strict=True)
+            ]
         else:
             sampling = {"seed": seed, "temperature": temperature, "max_new_tokens": max_new_tokens}
             generated = self.engine.generate(template, queries, answers=answers, **sampling)
@@ -64,14 +69,6 @@ class LocalModel:
     def identity_fields(self, template: Template, **options: Any) -> dict[str, Any]:
         """Return the arguments of `Identity` except `judge`."""
         return self.engine.identity_fields(template, **options)
-
-    def _first_tokens(self, template: Template, queries: Sequence[Query], count: int) -> list[Reply | AnswerError]:
-        """Return the likeliest first tokens of each request."""
-        rows, reasons = self.engine.likeliest(template, queries, count)
-        return [
-            Reply("", merge_spellings(row)) if reason is None else AnswerError(reason)
-            for row, reason in zip(rows, reasons, strict=True)
-        ]
 
 
 def _reply(text: str, ended: bool) -> Reply | AnswerError:

@@ -10,6 +10,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from scipy.special import expit
+
 from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.contract import prompt_problem, read_request
 from visalign.rewards.reading.numbers import AnswerError, statement
@@ -19,7 +21,7 @@ from visalign.rewards.vlm.yes_no import MIN_MASS
 
 from .judge import Answer, ChatJudge, failure_reason
 from .messages import Reply
-from .yes_no import check_reading, read_reply_yes_no, sigmoid
+from .yes_no import check_reading, read_reply_yes_no
 
 WRITING = question(
     "rubric_writing",
@@ -61,12 +63,7 @@ class Rubric(ChatJudge):
     required_fields = ("question",)
 
     def __init__(
-        self,
-        *address: str,
-        top_logprobs: int = 20,
-        min_mass: float = MIN_MASS,
-        device: Any = "cpu",
-        **options: Any,
+        self, *address: str, top_logprobs: int = 20, min_mass: float = MIN_MASS, device: Any = "cpu", **options: Any
     ) -> None:
         check_reading(self.name, top_logprobs=top_logprobs, min_mass=min_mass)
         super().__init__(*address, device=device, **options)
@@ -125,7 +122,7 @@ class Rubric(ChatJudge):
         return questions
 
     def _read_probability(self, reply: Reply) -> float:
-        return sigmoid(read_reply_yes_no(reply, self.template, self.min_mass).bound)
+        return float(expit(read_reply_yes_no(reply, self.template, self.min_mass).bound))
 
 
 def _is_checklist(checklist: Any) -> bool:

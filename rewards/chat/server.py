@@ -74,12 +74,7 @@ class ChatServer:
                 "server's key; api_key_env takes the name, never the key."
             )
         self.connection = ServerConnection(
-            base_url,
-            api_key=key,
-            timeout=timeout,
-            deadline=deadline,
-            retries=retries,
-            backoff=backoff,
+            base_url, api_key=key, timeout=timeout, deadline=deadline, retries=retries, backoff=backoff
         )
         self.name, self.model, self.dialect, self.parallel = model, model, dialect, parallel
         self.token_field, self.extra = token_field, dict(extra or {})

@@ -261,7 +261,9 @@ def question_fields(texts: Sequence[str], principles: str = PRINCIPLES) -> dict[
     """Return what fills the question about completions, besides the prompt."""
     box = ", ".join(["score"] if len(texts) == 1 else [f"score {number}" for number in range(1, len(texts) + 1)])
     count = "response" if len(texts) == 1 else f"{len(texts)} responses"
-    return {"responses": numbered(texts), "count": count, "principles": principles, "scores": box}
+    safe = [escape(text, ("[Response", "[End of response")) for text in texts]  # none can spell these marks
+    shown = [f"[Response {number}]\n{text}\n[End of response {number}]" for number, text in enumerate(safe, 1)]
+    return {"responses": "\n\n".join(shown), "count": count, "principles": principles, "scores": box}
 
 
 def write_question(text: str | None, prompt: Prompt, texts: Sequence[str]) -> str:
@@ -269,14 +271,6 @@ def write_question(text: str | None, prompt: Prompt, texts: Sequence[str]) -> st
     template = SCORES if text is None else question("text_judge", text, images=())
     (message,) = template.filled({"prompt": transcript(prompt), **question_fields(texts)})
     return message["content"][-1]["text"]
-
-
-def numbered(texts: Sequence[str]) -> str:
-    """Write completions one below the other between marks that none of them can spell."""
-    safe = [escape(text, ("[Response", "[End of response")) for text in texts]
-    return "\n\n".join(
-        f"[Response {number}]\n{text}\n[End of response {number}]" for number, text in enumerate(safe, 1)
-    )
 
 
 def transcript(prompt: Prompt) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from scipy.special import expit
 
 from visalign.core.preference.yes_no import yes_no_answer
 from visalign.interfaces import Metadata, Scores
@@ -43,7 +44,7 @@ class ListedAnswer:
     @property
     def prob(self) -> float:
         """P(yes) / (P(yes) + P(no)) = σ(log_odds); NaN where the log-odds are undefined."""
-        return sigmoid(self.log_odds)
+        return float(expit(self.log_odds))
 
 
 def read_yes_no(
@@ -97,11 +98,6 @@ def check_reading(name: str, *, top_logprobs: int, min_mass: float) -> None:
             f"{name}: top_logprobs is {top_logprobs} and min_mass is {min_mass}; allowed are whole numbers "
             "from 2, and probabilities from 0 up to below 1."
         )
-
-
-def sigmoid(x: float) -> float:
-    """1 / (1 + exp(−x)) without overflow; NaN of NaN."""
-    return 1 / (1 + math.exp(-x)) if not x < 0 else math.exp(x) / (1 + math.exp(x))
 
 
 QUESTION = question(

@@ -71,9 +71,15 @@ def verdict(text: str, *, options: Sequence[str] = OPTIONS) -> int:
     clauses = [c for c, end in _CLAUSE.findall(answer.text) if end != "?" and c.strip() and len(c) <= _LONGEST_CLAUSE]
     sides = {side for clause in clauses for side in _asserted(clause, names)}
     if len(sides) == 2:  # "Image 1 in colour, but overall Image 2" is clear, with a comma behind it too
-        summed_up = [clause for n, clause in enumerate(clauses) if _sums_up(clause, clauses[max(n - 1, 0)])]
+        befores = ["", *clauses]
+        summed_up = [
+            clause
+            for before, clause in zip(befores, clauses, strict=False)
+            if _OVERALL.search(clause) or _OVERALL.fullmatch(before.strip(" *_"))
+        ]
         sides = {side for clause in summed_up for side in _asserted(clause, names)} or sides
-    tied = any(_ties(clause) for clause in clauses)
+    ties = [(clause, _TIE.search(clause)) for clause in clauses]
+    tied = any(tie is not None and not _DOUBT.search(clause[: tie.start()]) for clause, tie in ties)
     if sides and tied:
         raise AnswerError("the judge calls one picture better and both equal")
     if len(sides) == 1:
@@ -178,11 +184,6 @@ def _subject(option: str, side: int) -> str:
     return rf"(?:{written}|{_ORDINAL[side]}\s+(?:{noun}|one|picture|image))(?!\w)"
 
 
-def _sums_up(clause: str, before: str) -> bool:
-    """Return True if a clause is about "overall", or follows the bare word."""
-    return bool(_OVERALL.search(clause) or _OVERALL.fullmatch(before.strip(" *_")))
-
-
 def _asserted(clause: str, names: Sequence[str]) -> set[int]:
     """Sides that a clause calls better."""
     sides = set()
@@ -200,9 +201,3 @@ def _asserted(clause: str, names: Sequence[str]) -> set[int]:
             if match and not doubted and not _TAKEN_BACK.search(clause[match.end() :]):
                 sides.add(wins)
     return sides
-
-
-def _ties(clause: str) -> bool:
-    """Return True if a clause calls both images equal."""
-    match = _TIE.search(clause)
-    return match is not None and not _DOUBT.search(clause[: match.start()])

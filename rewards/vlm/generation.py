@@ -109,22 +109,16 @@ def _generate(
             active, tokens = active[keep], tokens[keep]
             mask, position = mask[keep], position[keep]
         mask = torch.cat((mask, torch.ones_like(mask[:, :1])), 1)
-        hidden = _step(network, tokens, position, mask, cache)
+        hidden = network.trunk.language_model(
+            inputs_embeds=network.trunk.get_input_embeddings()(tokens[:, None]),
+            position_ids=position[:, None].expand(3, -1, -1) if network.merge else position[:, None],
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=True,
+        ).last_hidden_state[:, -1]
         position = position + 1
     order = {number: index * answers for index, number in enumerate(batch.numbers)}
     return [written[order[row] : order[row] + answers] for row in range(len(rows))]
-
-
-def _step(network: SeeingNetwork, tokens: Tensor, position: Tensor, mask: Tensor, cache: Any) -> Tensor:
-    """Hidden states [n, H] after one more token of each answer."""
-    positions = position[:, None].expand(3, -1, -1) if network.merge else position[:, None]
-    return network.trunk.language_model(
-        inputs_embeds=network.trunk.get_input_embeddings()(tokens[:, None]),
-        position_ids=positions,
-        attention_mask=mask,
-        past_key_values=cache,
-        use_cache=True,
-    ).last_hidden_state[:, -1]
 
 
 def _pad_left(batch: Batch) -> tuple[Batch, Tensor]:

@@ -74,7 +74,8 @@ def _split(rows: Sequence[TokenRow], members: Sequence[int], image_token: int) -
             first, longest = rows[open_rows[0]].ids, min(shared, common)
             common = next((n for n in range(longest) if ids[n] != first[n]), longest)
         size = common + sum(len(rows[member].ids) - common for member in [*open_rows, number])
-        if open_rows and (common < max(SHORTEST, _images_end(ids, image_token)) or size > max(PACK, 2 * len(ids))):
+        images_end = next((n for n in range(len(ids), 0, -1) if ids[n - 1] == image_token), 0)
+        if open_rows and (common < max(SHORTEST, images_end) or size > max(PACK, 2 * len(ids))):
             yield _close(rows, open_rows, shared)
             open_rows, common = [], len(ids) - 1
         open_rows.append(number)
@@ -87,11 +88,6 @@ def _close(rows: Sequence[TokenRow], numbers: Sequence[int], shared: int) -> Pac
     if len(numbers) == 1:
         shared = len(rows[numbers[0]].ids)
     return Pack(tuple(rows[number] for number in numbers), tuple(numbers), shared)
-
-
-def _images_end(ids: Sequence[int], image_token: int) -> int:
-    """Number of tokens up to the last image token."""
-    return next((n for n in range(len(ids), 0, -1) if ids[n - 1] == image_token), 0)
 
 
 def batch_packs(packs: Sequence[Pack], max_tokens: int) -> list[list[Pack]]:
