@@ -80,7 +80,6 @@ def read_numbers(name: str, answer: Any, size: int, noun: str) -> list[float | N
 
 
 def read_number(name: str, item: Any, position: str) -> float | None:
-    """Read one number of a function, or None."""
     if isinstance(item, Tensor | np.ndarray | np.generic) and item.ndim == 0:
         item = item.item()
     if item is not None and not isinstance(item, int | float):

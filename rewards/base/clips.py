@@ -70,7 +70,6 @@ def read_clip(where: str, clip: Any, choose: Callable[[int], Sequence[int] | str
 
 
 def _frames_of(clip: Any) -> Any:
-    """Return a clip's frames as `load_images` takes them."""
     if isinstance(clip, Tensor | np.ndarray):
         return clip[None] if clip.ndim == 3 else clip
     return clip if isinstance(clip, Sequence) and not isinstance(clip, str | bytes) else [clip]

@@ -103,7 +103,6 @@ def read_request(
 
 
 def check_list(name: str, argument: str, values: Any, item: str, is_item: Callable[[Any], bool]) -> None:
-    """Check that an argument is a list of items of a kind."""
     if isinstance(values, str | Mapping) or not isinstance(values, Sequence):
         raise TypeError(
             f"{name}: {argument} is a {type(values).__name__}, needed is a list with one {item} per sample."
@@ -115,7 +114,6 @@ def check_list(name: str, argument: str, values: Any, item: str, is_item: Callab
 
 
 def is_text(value: Any) -> bool:
-    """Tell whether a value is a string."""
     return isinstance(value, str)
 
 

@@ -48,7 +48,6 @@ class Identity:
         return f"{self.judge}: {self.model}{source}, identity {self.digest[:12]}"
 
     def differences(self, other: Identity) -> list[str]:
-        """Names of the fields in which two judges differ."""
         mine, theirs = asdict(self), asdict(other)
         return [name for name in mine if _canonical(mine[name]) != _canonical(theirs[name])]
 

@@ -58,11 +58,9 @@ class ImageBatch:
 
     @property
     def valid(self) -> Tensor:
-        """[B] bool, True where the image was read."""
         return torch.tensor([image is not None for image in self.images], dtype=torch.bool)
 
     def readable(self) -> list[tuple[int, Tensor]]:
-        """(row, image) of the images that were read."""
         return [(row, image) for row, image in enumerate(self.images) if image is not None]
 
 
@@ -119,7 +117,6 @@ def on_cpu(images: Any) -> Any:
 
 
 def _read_item(item: Any, where: str) -> ImageBatch:
-    """Read an element of a list as an ImageBatch of length 1."""
     if isinstance(item, Tensor | np.ndarray):
         return _read_batch(item[None], where)
     if not isinstance(item, Image.Image | str | os.PathLike):
@@ -195,7 +192,6 @@ def _open(item: Image.Image | str | os.PathLike[str]) -> Iterator[Image.Image]:
 
 
 def _explain(error: BaseException, item: Any, *, counted: str = "pixels") -> str:
-    """Word the reason that a row gets for a decoding error."""
     name = f"a PIL image of mode {item.mode}" if isinstance(item, Image.Image) else os.fspath(item)
     if isinstance(error, Image.DecompressionBombError):
         return (
@@ -262,7 +258,6 @@ def _read_batch(items: Tensor | np.ndarray, where: str) -> ImageBatch:
 
 
 def _check_values(pixels: Tensor, where: str) -> ImageBatch:
-    """Refuse values outside [0, 1]; take out the rows that are not finite."""
     if not len(pixels):
         return ImageBatch([], [])
     smallest, largest = (end.item() for end in pixels.aminmax())  # NaN where any value is

@@ -108,7 +108,6 @@ class DeepSeekGRM(ChatJudge):
         return self.reader(reply.text), reply.text
 
     def _scaled(self, chosen: list[Vote[float]] | AnswerError) -> list[Answer | AnswerError]:
-        """Return votes as K times their scores, whose mean is the sum."""
         if isinstance(chosen, AnswerError):
             return [chosen]
         count = float(len(chosen))

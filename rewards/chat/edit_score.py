@@ -75,7 +75,6 @@ def _read(reply: Reply) -> _Numbers:
 
 
 def _combine(following: _Numbers | AnswerError, quality: _Numbers | AnswerError) -> Answer | AnswerError:
-    """Combine the answers to both questions of one pass."""
     if isinstance(following, AnswerError):
         return following
     if isinstance(quality, AnswerError):

@@ -56,11 +56,9 @@ class LanguageEngine:
         self._longest = longest_text(self.model, self.tokenizer, None)
 
     def template(self, kind: str, default: Template) -> Template:
-        """Return the folder's template of a kind, else the default."""
         return self.settings.templates.get(kind, default)
 
     def identity_fields(self, template: Template, **options: Any) -> dict[str, Any]:
-        """Arguments of `Identity` except `judge`."""
         dtype = str(self.model.dtype).removeprefix("torch.")
         fields = {"model": self.name, "weights": str(self._print), "dtype": dtype, "options": options}
         return fields | {"template": template.text}
@@ -120,7 +118,6 @@ class LanguageEngine:
         return rows, [reason for _, reason in encoded]
 
     def _encode(self, template: Template, query: Query, new: int) -> tuple[tuple[int, ...], str | None]:
-        """Return the tokens of a request, or the reason why it cannot be asked."""
         fields = {"prompt": query.prompt, **query.fields}
         if any("\ud800" <= sign <= "\udfff" for text in fields.values() for sign in text):
             return (), "the question is no text in Unicode: it holds half of a surrogate pair"

@@ -54,12 +54,12 @@ class LocalModel:
         else:
             sampling = {"seed": seed, "temperature": temperature, "max_new_tokens": max_new_tokens}
             generated = self.engine.generate(template, queries, answers=answers, **sampling)
-            rows = zip(generated.texts, generated.finished, generated.reasons, strict=True)
+            answered = zip(generated.texts, generated.finished, generated.reasons, strict=True)
             replies = [
                 [_reply(text, ended) for text, ended in zip(texts, finished, strict=True)]
                 if reason is None
                 else [AnswerError(reason)] * answers
-                for texts, finished, reason in rows
+                for texts, finished, reason in answered
             ]
         results = [[read_or_explain(reply, read) for reply in row] for row in replies]
         for result in (result for row in results for result in row):
@@ -67,7 +67,6 @@ class LocalModel:
         return results
 
     def identity_fields(self, template: Template, **options: Any) -> dict[str, Any]:
-        """Return the arguments of `Identity` except `judge`."""
         return self.engine.identity_fields(template, **options)
 
 

@@ -144,7 +144,6 @@ class ChatServer:
         }
 
     def _common_body(self, template: Template, messages: list[dict[str, Any]], top_logprobs: int) -> dict[str, Any]:
-        """Return the fields that all answers to a question share."""
         body: dict[str, Any] = {"model": self.model, "messages": messages}
         body |= {"n": 1, "stream": False, "top_p": 1.0}
         if top_logprobs:

@@ -226,7 +226,6 @@ class TextJudge(ChatJudge):
         return [next((votes for votes in orders if isinstance(votes, AnswerError)), orders) for orders in results]
 
     def _read(self, reply: Reply, size: int) -> tuple[Values, str]:
-        """Read the scores of the completions in the order shown."""
         if REFUSAL.match(reply.text):
             raise AnswerError(f"the judge refused: {reply.text.strip()[:120]}")
         if self.form == "pair":

@@ -101,7 +101,6 @@ class UnifiedRewardPairs(ChatJudge):
         return {"prob": {1: 1.0, 2: 0.0, 0: 0.5}[verdict(text)]}, text
 
     def _preferences(self, rows: list[int], reasons: list[str | None], answers: list[list[Any]]) -> Preferences:
-        """Combine the answers of all pairs `rows` in the first order, then of all in the second."""
         size = len(reasons)
         names = ("prob", "std", "left_first", "right_first", "position_bias")
         columns = {name: torch.full((size,), torch.nan) for name in names}

@@ -95,7 +95,6 @@ class VisionReward(EngineJudge):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the scores depend on besides model and question."""
         return {
             "questions": self.checklist.questions,
             "rule": repr(self.checklist.rule),

@@ -135,7 +135,6 @@ class RemoteReward:
         return self._judge("/v1/compare", left, right, prompts, metadata)
 
     def close(self) -> None:
-        """Close the connections."""
         self._end()
 
     def _judge(self, path: str, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None) -> Any:
@@ -176,7 +175,6 @@ class RemoteReward:
                 )
 
     def _read_health(self, server: _Server) -> Mapping[str, Any]:
-        """Read a server's card and limits."""
         deadline, failures = time.monotonic() + self._patience, 0
         while True:
             try:
@@ -296,7 +294,6 @@ def _failed_row(reason: str | None) -> dict[str, Any]:
 
 
 def _json_object(reply: httpx.Response) -> Mapping[str, Any]:
-    """Return the JSON object of a reply, empty if it has none."""
     try:
         value = reply.json()
     except ValueError:

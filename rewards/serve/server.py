@@ -90,7 +90,6 @@ class Batcher:
 
     @property
     def waiting(self) -> int:
-        """Rows that wait."""
         return sum(len(pending.request) for pending in self._queue)
 
     async def submit(self, request: JudgeRequest) -> Scores | Preferences:
@@ -181,7 +180,6 @@ class Batcher:
 
 
 def _fail(batch: list[_Pending], error: Exception | SystemExit | None) -> None:
-    """Hand an error to the requests that still wait."""
     for pending in batch:
         if error is not None and not pending.answer.done():
             pending.answer.set_exception(error)

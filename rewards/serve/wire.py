@@ -49,7 +49,6 @@ class JudgeRequest:
 
     @property
     def pixels(self) -> int:
-        """Pixels of all images together."""
         return sum(image.shape[1] * image.shape[2] for image in (*self.images, *(self.right or ())))
 
 
@@ -115,7 +114,6 @@ def concatenate_requests(requests: Sequence[JudgeRequest]) -> JudgeRequest:
 
 
 def pack_answer(answer: Scores | Preferences) -> bytes:
-    """Write scores or preferences as JSON."""
     unit = answer.unit if isinstance(answer, Scores) else None
     return json.dumps({"format": FORMAT, "unit": unit, "rows": rows_of(answer)}).encode()
 

@@ -100,7 +100,6 @@ class JudgeWorker:
 
     @property
     def pid(self) -> int | None:
-        """Id of the child process."""
         return self._process.pid
 
     def close(self) -> None:
@@ -117,7 +116,6 @@ class JudgeWorker:
         self._process.join()
 
     def _start(self) -> dict[str, Any]:
-        """Start the process and return the judge's card."""
         context = multiprocessing.get_context("spawn")
         self._link, child = context.Pipe()
         self._process = context.Process(target=_serve, args=(child, *self._arguments), daemon=True)

@@ -41,7 +41,6 @@ class TextFormat(TextRule):
         self._any_tag = re.compile(f"<(/?)({'|'.join(map(re.escape, tags))})>")
 
     def judge(self, completion: str, record: Mapping[str, Any]) -> TextVerdict:
-        """Check the form; the record is ignored."""
         problem = self._problem(self._prefilled + completion)
         return TextVerdict(value=float(problem is None), remark=problem or "")
 
@@ -82,7 +81,6 @@ class JsonFormat(TextRule):
         self._validator = None if schema is None else _validator(name, schema)
 
     def judge(self, completion: str, record: Mapping[str, Any]) -> TextVerdict:
-        """Check form and schema; the record is ignored."""
         texts = [completion]
         if self._where == "fence":
             texts = [block for language, block in fenced_blocks(completion) if language in ("json", "")]

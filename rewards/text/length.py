@@ -122,7 +122,6 @@ class RepetitionPenalty(TextRule):
         self._n, self._by = n, by
 
     def judge(self, completion: str, record: Mapping[str, Any]) -> TextVerdict:
-        """Penalise repetition; the record is ignored."""
         lower = completion.casefold()
         units = lower.split() if self._by == "words" else list(lower)
         grams = list(zip(*(units[start:] for start in range(self._n)), strict=False))
@@ -154,7 +153,6 @@ class RandomReward:
 
 
 def _counter(name: str, count: Any) -> Callable[[str], int]:
-    """Return the function that measures a text."""
     if isinstance(count, str):
         check_choices(name, count=(count, UNITS))
         return (lambda text: len(text.split())) if count == "words" else len

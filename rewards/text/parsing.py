@@ -212,7 +212,6 @@ def bracket_depths(text: str) -> list[int]:
 
 
 def _split(text: str) -> list[str]:
-    """Split at the commas and semicolons outside brackets."""
     depths = bracket_depths(text)
     cuts = [position for position, sign in enumerate(text) if sign in ",;" and depths[position] == 0]
     return [text[start + 1 : end].strip() for start, end in pairwise([-1, *cuts, len(text)])]

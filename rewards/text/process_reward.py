@@ -178,7 +178,6 @@ class ProcessRewardModel:
 
     @torch.no_grad()
     def _forward(self, batch: list[StepTokens]) -> list[Tensor]:
-        """Probabilities or contributions of the steps of each text."""
         values = step_logits(self.model, batch, right_label=self.right_label)
         values = torch.sigmoid(values) if self.model.config.num_labels == 2 else values
         return list(values.cpu().split([len(tokens.ends) for tokens in batch]))

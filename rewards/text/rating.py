@@ -135,7 +135,6 @@ class VerdictReward(TextRule):
         self.name, self.words, self.options = name, words, tuple(options)
 
     def judge(self, completion: str, record: Mapping[str, Any]) -> TextVerdict:
-        """Compare the answer with the record."""
         label = _number(record.get("label"))
         if not 0 <= label <= 1 or label == 0.5:
             return TextVerdict(reason="its record has no label from 0 to 1 that prefers one of the images")
@@ -167,7 +166,6 @@ class ScoresReward(TextRule):
     unit = "1 = right, -1 = wrong"
 
     def judge(self, completion: str, record: Mapping[str, Any]) -> TextVerdict:
-        """Compare the scores with the record's true rewards."""
         listed = record.get("rewards")
         rewards = [_number(value) for value in listed] if isinstance(listed, list | tuple) else []
         finite = bool(rewards) and all(map(math.isfinite, rewards))
@@ -182,7 +180,6 @@ class ScoresReward(TextRule):
 
 
 def _read_rating(reader: Callable[[str], float], text: str) -> tuple[float, str]:
-    """Return (rating, "") or (NaN, reason)."""
     try:
         return reader(text), ""
     except AnswerError as error:

@@ -44,7 +44,6 @@ _HUGE = re.compile(
 
 @cache
 def is_installed() -> bool:
-    """True if math-verify is installed."""
     return importlib.util.find_spec("math_verify") is not None
 
 
@@ -134,7 +133,6 @@ class _Worker:
             raise RewardError("math-verify does not start. Try: python -c 'import math_verify'.")
 
     def _reply(self, answer: str, truth: str, seconds: float) -> bool | None:
-        """Ask the process; None where there is no reply in time."""
         process = self._process
         assert process is not None and process.stdin is not None and process.stdout is not None
         try:

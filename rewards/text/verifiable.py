@@ -88,7 +88,6 @@ class VerifiableAnswer(TextRule):
         self.capabilities = RewardCapabilities(read_answer=self._read_answer)
 
     def judge(self, completion: str, record: Mapping[str, Any]) -> TextVerdict:
-        """Compare; the remark shows the answer, or why there is none."""
         truth = record.get(self._field)
         if truth is None:
             return TextVerdict(reason=f"its metadata has no {self._field!r}")
@@ -130,7 +129,6 @@ class VerifiableAnswer(TextRule):
         return answer, "" if answer else "the answer is empty"
 
     def _stated(self, truth: Any) -> Any:
-        """Return the answer of a worked solution; other ground truths as they are."""
         if not isinstance(truth, str):
             return truth
         answers = _FINAL_LINE.findall(truth)
@@ -139,7 +137,6 @@ class VerifiableAnswer(TextRule):
         return answers[-1] if answers else truth
 
     def _truth_problem(self, truth: Any) -> str | None:
-        """Reason why a ground truth cannot be read, or None."""
         if self._compare == "list":
             return "which is no list" if parse_list(truth) is None else None
         alternatives = _alternatives(truth)
@@ -186,7 +183,6 @@ class TaskAnswer(TextRule):
         self.capabilities = RewardCapabilities(read_answer=self._read_answer)
 
     def judge(self, completion: str, record: Mapping[str, Any]) -> TextVerdict:
-        """Apply the task's exact checker; the remark says what is wrong."""
         if missing := [key for key in ("task", "problem", "answer") if key not in record]:
             return TextVerdict(reason=f"the metadata lacks {', '.join(missing)}, so it is no text task's record")
         if record["task"] not in TASKS:

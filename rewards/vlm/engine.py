@@ -141,7 +141,6 @@ class VisionLanguageEngine:
         return self.settings.templates.get(kind, default)
 
     def identity_fields(self, template: Template, **options: Any) -> dict[str, Any]:
-        """Arguments of `Identity` except `judge`."""
         return {
             "model": self.name,
             "weights": self.weights,
@@ -169,7 +168,6 @@ class VisionLanguageEngine:
         return rows, reasons
 
     def states(self, rows: Sequence[TokenRow]) -> Tensor:
-        """Hidden states [N, H] float32 of rows, with gradient where it is enabled; see `SeeingNetwork`."""
         return self.network.states(rows)
 
     @torch.no_grad()

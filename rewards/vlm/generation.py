@@ -77,7 +77,6 @@ def _generate(
     max_new_tokens: int,
     end_tokens: frozenset[int],
 ) -> list[list[list[int]]]:
-    """Generate K lists of tokens, end token included, for each row."""
     from transformers import DynamicCache
 
     packs = pack_rows(rows, network.image_token, share=False)
@@ -140,7 +139,6 @@ def _pad_left(batch: Batch) -> tuple[Batch, Tensor]:
 
 
 def _draw(logits: Tensor, uniform: Tensor, temperature: float) -> Tensor:
-    """Draw tokens [n] from logits [n, V] with uniform numbers [n]."""
     if temperature == 0:
         return logits.argmax(-1)
     cumulative = (logits / temperature).softmax(-1).double().cumsum(-1)
@@ -149,7 +147,6 @@ def _draw(logits: Tensor, uniform: Tensor, temperature: float) -> Tensor:
 
 
 def _uniforms(seed: int, row: TokenRow, answer: int, count: int) -> Tensor:
-    """Uniform numbers [count] float64 in [0, 1)."""
     key = repr((seed, row.ids, [image.digest for image in row.images], answer))
     number = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
     generator = torch.Generator().manual_seed(number % (1 << 63))

@@ -153,7 +153,6 @@ def _check_model_type(folder: Path) -> None:
 
 
 def load_processor(folder: Path) -> Any:
-    """Load the processor of a vision-language model."""
     from transformers import AutoProcessor, ProcessorMixin
 
     reason = ""
@@ -216,7 +215,6 @@ def is_adapter(folder: Path) -> bool:
 
 
 def _has_base(folder: Path) -> bool:
-    """True for a folder without a model, but with a LoRA or a `judge.json` that names a base."""
     has_model = (folder / "config.json").is_file()
     return not has_model and (is_adapter(folder) or "base" in JudgeSettings.read(folder).rest)
 

@@ -64,7 +64,6 @@ def pack_rows(rows: Sequence[TokenRow], image_token: int, *, share: bool = True)
 
 
 def _split(rows: Sequence[TokenRow], members: Sequence[int], image_token: int) -> Iterable[Pack]:
-    """Split rows with the same images into packs of at most `PACK` tokens."""
     open_rows: list[int] = []
     shared = 0
     for number in members:

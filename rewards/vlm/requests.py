@@ -59,12 +59,10 @@ class PatchEncoder:
         return SeenImage(_digest(pixels), grid, self.cutter.tokens(grid), pixels)
 
     def features(self, trunk: Any, images: Sequence[SeenImage]) -> list[ImageFeatures]:
-        """Encode images in one pass through the tower."""
         cut = [PatchedImage(i.digest, i.grid, i.tokens, self.cutter.cut(i.pixels)) for i in images]
         return tower_features(trunk, cut)
 
     def settings(self) -> dict[str, Any]:
-        """Settings of the preprocessing, for the identity."""
         return self.cutter.settings()
 
 
@@ -217,7 +215,6 @@ class RowEncoder:
         return list(word_ids)
 
     def _text_ids(self, template: Template, query: Query) -> tuple[int, ...]:
-        """Tokens with one image token per image; cached."""
         key = (template.digest, query.prompt, tuple(sorted(query.fields.items())), query.continuation)
         if key in self._texts:
             self._texts.move_to_end(key)
@@ -244,7 +241,6 @@ class RowEncoder:
         return ids
 
     def _template_specials(self, template: Template, fields: Mapping[str, str], continuation: str) -> int:
-        """Number of special tokens of the template itself; cached."""
         key = (template.digest, tuple(sorted(fields)), continuation)
         if key not in self._special_counts:
             if len(self._special_counts) >= TEXTS:

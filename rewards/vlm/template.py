@@ -50,7 +50,6 @@ class Template:
 
     @classmethod
     def from_dict(cls, name: str, data: Any) -> Template:
-        """Read a template of `judge.json`."""
         fields = {**data} if isinstance(data, Mapping) else {}
         messages, prefix = fields.pop("messages", None), fields.pop("answer_prefix", "")
         chat = fields.pop("chat", {})
@@ -68,7 +67,6 @@ class Template:
         return cls(name=name, messages=messages, answer_prefix=prefix, chat=chat, words=words_of)
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert to the object of `judge.json`."""
         fixed = {"messages": list(self.messages), "answer_prefix": self.answer_prefix, "chat": dict(self.chat)}
         return {**fixed, **{key: list(words) for key, words in self.words.items()}}
 
@@ -84,12 +82,10 @@ class Template:
 
     @property
     def images(self) -> int:
-        """Number of image slots."""
         return sum(part.get("type") == "image" for message in self.messages for part in _parts(message))
 
     @property
     def fields(self) -> frozenset[str]:
-        """Names in braces."""
         parts = [part for message in self.messages for part in _parts(message) if "text" in part]
         return frozenset(name for part in parts for name in _NAME.findall(part["text"]))
 
@@ -129,7 +125,6 @@ class JudgeSettings:
         return cls(templates=templates, positions=data.get("positions"), rest=rest)
 
     def write(self, folder: str | Path) -> None:
-        """Write `judge.json`."""
         templates = {name: template.to_dict() for name, template in self.templates.items()}
         positions = {} if self.positions is None else {"positions": self.positions}
         text = json.dumps({"templates": templates, **positions, **self.rest}, indent=2, ensure_ascii=False)

@@ -87,7 +87,6 @@ class YesNoReader:
         return Odds(torch.where(valid, odds, torch.nan), mass, self._decisions(logits, odds), reasons)
 
     def _decisions(self, logits: Tensor, odds: Tensor) -> list[str]:
-        """Likeliest spelling of the likelier answer."""
         split, spellings = len(self._yes), []
         for row, is_yes in zip(logits.nan_to_num(-math.inf), (odds > 0).tolist(), strict=True):
             best = int(row[:split].argmax()) if is_yes else split + int(row[split:].argmax())
@@ -96,7 +95,6 @@ class YesNoReader:
 
     @property
     def spellings(self) -> dict[str, list[int]]:
-        """Token ids of both sets, for an identity."""
         return {"yes": list(self._yes), "no": list(self._no)}
 
 
