@@ -58,9 +58,8 @@ def pick_arguments(
     if missing := [key for key in needed if key not in offered]:
         keys = [key for key in offered if key not in arguments]
         raise RewardError(
-            f"Reward {name!r} asks for {', '.join(missing)}, which is neither one of "
-            f"{', '.join(arguments)} nor a key of the metadata (keys: {', '.join(keys) or 'none'}). "
-            "Rename the parameter, give it a default, or put the key into the prompts' metadata."
+            f"Reward {name!r} asks for {', '.join(missing)}, which is neither one of {', '.join(arguments)} nor a key "
+            f"of the metadata (keys: {', '.join(keys) or 'none'}). Rename it, or give it a default."
         )
     return {key: offered[key] for key in parameters if key in offered}
 
@@ -84,8 +83,7 @@ def read_number(name: str, item: Any, position: str) -> float | None:
         item = item.item()
     if item is not None and not isinstance(item, int | float):
         raise RewardError(
-            f"Reward {name!r} returned {item!r} ({type(item).__name__}) {position}; needed is a number, or "
-            "None for one that it is not for."
+            f"Reward {name!r} returned {item!r} ({type(item).__name__}) {position}; needed is a number, or None."
         )
     try:
         return None if item is None else float(item)
@@ -101,8 +99,7 @@ def unjudged(name: str, number: float | None, range: tuple[float, float]) -> str
         return f"{name} returned {'NaN' if math.isnan(number) else number} for it"
     if not range[0] <= number <= range[1]:
         raise RewardError(
-            f"Reward {name!r} returned {number:g}, outside its declared range {range}; correct the function "
-            "or declare the true range."
+            f"Reward {name!r} returned {number:g}, outside its declared range {range}; correct one of them."
         )
     return None
 

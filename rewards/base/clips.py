@@ -26,8 +26,7 @@ def listed_clips(name: str, images: Any) -> list[Any]:
         )
     if not is_array and (not isinstance(images, Sequence) or isinstance(images, str | bytes)):
         raise TypeError(
-            f"{name}: images is a {type(images).__name__}; give a list of clips, each a list of images or "
-            "an array [F, H, W, 3]."
+            f"{name}: images is a {type(images).__name__}; give a list of clips, each a list of images or an array."
         )
     return list(images)
 

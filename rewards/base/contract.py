@@ -62,9 +62,8 @@ def check_answer(label: str, answer: Any, size: int, noun: str) -> Scores:
     if not isinstance(answer, Scores):
         check = "check_reward" if noun == "image" else "check_text_reward"
         raise RewardError(
-            f"Reward {label!r} returned a {type(answer).__name__}; it must return a "
-            "visalign.interfaces.Scores, or be a plain function that returns numbers. "
-            f"visalign.rewards.{check}(reward) finds the fault."
+            f"Reward {label!r} returned a {type(answer).__name__}; it must return a visalign.interfaces.Scores, or be "
+            f"a plain function that returns numbers. visalign.rewards.{check}(reward) finds the fault."
         )
     for name, column in {"value": answer.value, "valid": answer.valid, **answer.parts}.items():
         form = list(column.shape) if isinstance(column, Tensor) else type(column).__name__
@@ -157,16 +156,14 @@ def group_labels(name: str, request: Request) -> list[Hashable]:
         return [record_key({**record, "prompt": prompt}) for prompt, record in samples]
     if not all(has_key):
         raise ValueError(
-            f"{name}: metadata[{has_key.index(False)}] has no {GROUP_KEY!r}; give each image "
-            "its group, or none, to group by prompt."
+            f"{name}: metadata[{has_key.index(False)}] has no {GROUP_KEY!r}; give each image its group, or none."
         )
     labels: list[Hashable] = [record[GROUP_KEY] for record in records]
     prompt_of: dict[Hashable, str] = {}
     for label, prompt in zip(labels, request.prompts, strict=True):
         if prompt_of.setdefault(label, prompt) != prompt:
             raise ValueError(
-                f"{name}: group {label!r} has the prompts {prompt_of[label]!r} and {prompt!r}; "
-                "images are compared under one prompt, so split the group."
+                f"{name}: group {label!r} has the prompts {prompt_of[label]!r} and {prompt!r}; split the group."
             )
     return labels
 

@@ -64,8 +64,7 @@ def chat_messages(template: Template, query: Query, urls: ImageUrls) -> list[dic
     """Return one request as OpenAI messages; the beginning of an answer, if any, is the last message."""
     if len(query.images) != template.images:
         raise RewardError(
-            f"The template {template.name!r} has {template.images} slots for images and got "
-            f"{len(query.images)}; give one image per slot."
+            f"The template {template.name!r} has {template.images} slots for images and got {len(query.images)}."
         )
     images = iter(query.images)
     fields = {"prompt": query.prompt, **query.fields}

@@ -70,8 +70,7 @@ class ChatServer:
         key = None if api_key_env is None else os.environ.get(api_key_env)
         if api_key_env is not None and not key:
             raise RewardError(
-                f"api_key_env is {api_key_env!r}, and the environment has no such variable. Set it to the "
-                "server's key; api_key_env takes the name, never the key."
+                f"api_key_env is {api_key_env!r}, and the environment has no such variable. Set it to the key."
             )
         self.connection = ServerConnection(
             base_url, api_key=key, timeout=timeout, deadline=deadline, retries=retries, backoff=backoff
@@ -155,8 +154,7 @@ class ChatServer:
         if messages[-1]["role"] == "assistant":
             if self.dialect == "openai":
                 raise RewardError(
-                    f"The template {template.name!r} begins the answer itself, which OpenAI's API cannot "
-                    "continue. Use vLLM or SGLang, or a template without answer_prefix."
+                    f"The template {template.name!r} has an answer_prefix, which OpenAI's API cannot continue."
                 )
             body |= {"add_generation_prompt": False, "continue_final_message": True}
         return body

@@ -41,8 +41,7 @@ class ChecklistRule:
         """Read the published file: "coef", "intercept" (a number or a list of one) and "masked_features"."""
         if "coef" not in record or not set(record) <= set(_RULE_KEYS):
             raise ValueError(
-                f"A checklist rule has the keys {', '.join(sorted(_RULE_KEYS))}, coef at least; given are "
-                f"{', '.join(map(str, record))}."
+                f"A checklist rule has {', '.join(sorted(_RULE_KEYS))}, coef at least; given are {list(record)}."
             )
         masked: dict[int, tuple[int, ...]] = {int(key): () for key in record.get("mask_questions", ())}
         masked |= {int(key): tuple(hidden) for key, hidden in record.get("masked_features", {}).items()}
@@ -86,8 +85,7 @@ class ChecklistRule:
         expected = len(features) + self.has_alignment
         if len(self.weights) != expected:
             raise ValueError(
-                f"There are {len(self.weights)} weights for {len(features)} features"
-                f"{' and the alignment' if self.has_alignment else ''}: {expected} are needed."
+                f"There are {len(self.weights)} weights for {len(features)} features: {expected} are needed."
             )
         return features
 

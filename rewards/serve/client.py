@@ -110,8 +110,7 @@ class RemoteReward:
             if any(about["judge"].get(field) != card.get(field) for field in _SHARED_FIELDS):
                 other, first = (f"{c['name']!r} (identity {c.get('identity')})" for c in (about["judge"], card))
                 raise RewardError(
-                    f"{server.url} serves {other}, and {urls[0]} serves {first}; all must serve one version of one "
-                    "judge. Leave it out."
+                    f"{server.url} serves {other}, and {urls[0]} serves {first}; needed is one judge. Leave it out."
                 )
             seconds = timeout or float(about["limits"]["timeout"]) + 30.0
             server.client.timeout = httpx.Timeout(seconds, connect=min(seconds, _CONNECT_SECONDS))
@@ -184,8 +183,7 @@ class RemoteReward:
                     return about
                 if about.get("busy") is not True or time.monotonic() > deadline:
                     raise RewardError(
-                        f"{server.url} answers {reply.status_code}, but is no reward server of visalign (no card at "
-                        "/health)."
+                        f"{server.url} answers {reply.status_code}, but is no reward server of visalign."
                     )
             except httpx.TransportError as error:  # a full server closes connections, too
                 failures += 1
@@ -233,8 +231,7 @@ class RemoteReward:
         """Read an answer; refuse one of another judge than the one whose card was read."""
         if reply.headers.get(JUDGE_HEADER, "") != ("" if self.identity is None else self.identity.weights):
             raise RewardError(
-                f"The server at {server.url} serves another judge, or another version of it, than "
-                f"{self.name!r} as it was when this client began. Make a new RemoteReward."
+                f"{server.url} serves another judge, or another version of it, than {self.name!r} as it was."
             )
         try:
             return rows_of(unpack_answer(reply.content, size))

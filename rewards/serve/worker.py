@@ -145,8 +145,7 @@ class JudgeWorker:
         try:
             if self._start() != self.card:  # its files have changed: caches know it by the old card
                 raise RewardError(
-                    f"The judge {self.card['name']!r} was restarted and is another version now; start "
-                    "the server or worker again to use it."
+                    f"The judge {self.card['name']!r} is another version now; start the server again to use it."
                 )
         except (RewardError, OSError) as error:
             self._stop(str(error))

@@ -72,8 +72,7 @@ def read_text_request(
     )
     if len(prompts) != len(completions):
         raise ValueError(
-            f"{name}: {len(completions)} completions and {len(prompts)} prompts; give one prompt per "
-            "completion, repeated for each sample of its group."
+            f"{name}: {len(completions)} completions and {len(prompts)} prompts; give one prompt per completion."
         )
     records = read_metadata(name, metadata, len(completions), noun="completion")
     return TextRequest([*map(policy_text, completions)], list(prompts), records)

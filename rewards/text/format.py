@@ -117,8 +117,7 @@ def _validator(name: str, schema: Mapping[str, Any]) -> Any:
         from referencing import Registry
     except ImportError as error:
         raise RewardError(
-            f"{name}: checking a schema needs the package jsonschema, which is not installed: "
-            "python -m pip install jsonschema. Without a schema JSON is only parsed."
+            f"{name}: checking a schema needs the package jsonschema: python -m pip install jsonschema."
         ) from error
     kind: Any = validator_for(schema, default=Draft202012Validator)
     try:

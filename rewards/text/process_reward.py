@@ -109,8 +109,7 @@ class ProcessRewardModel:
         labels = self.model.config.num_labels
         if labels not in (1, 2):
             raise RewardError(
-                f"{name}: the model has {labels} labels; a process reward model has two, wrong and right "
-                "(num_labels=2), or one, the contribution. Choose one that was trained as such."
+                f"{name}: the model has {labels} labels; a process reward model has two, wrong and right, or one."
             )
         self.aggregates = get_args(Aggregate) if labels == 2 else CONTRIBUTIONS
         if labels == 1:

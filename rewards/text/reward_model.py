@@ -42,8 +42,7 @@ def answered_tokens(tokenizer: Any, encoder: PromptEncoder, prompt: Prompt, comp
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if not isinstance(prompt, str):
         raise UserError(
-            "a prompt is a conversation, and the tokenizer has no chat template. Give plain prompts, or set "
-            "tokenizer.chat_template."
+            "a prompt is a conversation, and the tokenizer has no chat template; set one, or give plain prompts."
         )
     return list(tokenizer(prompt + completion)["input_ids"])
 
@@ -95,8 +94,7 @@ class RewardModel:
         size = self.model.get_input_embeddings().num_embeddings
         if (largest := max(self.tokenizer.get_vocab().values())) >= size:
             raise RewardError(
-                f"{name}: the tokenizer's tokens go to {largest}, and the model has embeddings of {size}. Give the "
-                "folder that holds the model's own tokenizer."
+                f"{name}: the tokenizer's tokens go to {largest}, and the model's embeddings to {size}. Give its own."
             )
         if pad is not None:
             self.model.config.pad_token_id = pad  # the head reads the last token that is not this one

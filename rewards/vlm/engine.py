@@ -253,8 +253,7 @@ def engine_of(
     if not isinstance(model, str | Path):
         if loading:
             raise RewardError(
-                f"{name}: the model is loaded already, so {', '.join(loading)} cannot be set; give them to "
-                "VisionLanguageEngine.from_pretrained."
+                f"{name}: the model is loaded already, so {', '.join(loading)} cannot be set; give them before."
             )
         return model
     check_loading(name, loading)

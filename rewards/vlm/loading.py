@@ -103,8 +103,7 @@ def placing_options(
         }
         if quantization not in settings or find_spec("bitsandbytes") is None:
             raise RewardError(
-                f"quantization is {quantization!r}; allowed are {', '.join(settings)}, or none. They need "
-                "bitsandbytes: pip install bitsandbytes."
+                f"quantization is {quantization!r}; allowed are {', '.join(settings)}, with bitsandbytes installed."
             )
         from transformers import BitsAndBytesConfig
 
@@ -146,9 +145,8 @@ def _check_model_type(folder: Path) -> None:
     model_type = read_object(folder / "config.json").get("model_type", "")
     if model_type and model_type not in CONFIG_MAPPING:
         raise RewardError(
-            f"{folder.name} is a {model_type!r}, which transformers {__version__} does not know. Code that "
-            "comes with a checkpoint is not run here; give a model of the families Qwen2-VL, Qwen2.5-VL, "
-            "Qwen3-VL or InternVL, or ask this one through a server of its own."
+            f"{folder.name} is a {model_type!r}, which transformers {__version__} does not know, and its own code is "
+            "not run. Give a Qwen2-VL, Qwen2.5-VL, Qwen3-VL or InternVL, or ask this one through a server of its own."
         )
 
 
@@ -162,8 +160,7 @@ def load_processor(folder: Path) -> Any:
         processor, reason = None, f" ({error})"
     if not isinstance(processor, ProcessorMixin):
         raise RewardError(
-            f"{folder} has no processor of a vision-language model{reason}. Save it there from the original "
-            "model: AutoProcessor.from_pretrained(original).save_pretrained(folder)."
+            f"{folder} has no processor of a vision-language model{reason}. Save that of the original model there."
         )
     return processor
 

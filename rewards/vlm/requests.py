@@ -168,8 +168,7 @@ class RowEncoder:
         """
         if len(query.images) != template.images:
             raise RewardError(
-                f"The template {template.name!r} has {template.images} image slots, and {len(query.images)} "
-                "images were given for it."
+                f"The template {template.name!r} has {template.images} image slots, and got {len(query.images)}."
             )
         text_ids = self._text_ids(template, query)
         measured = {} if measured is None else measured
@@ -184,16 +183,14 @@ class RowEncoder:
             ids += [*self._before, *[token] * next(remaining).tokens, *self._after] if is_image else [token]
         if self.longest is not None and len(ids) > self.longest:
             raise ValueError(
-                f"prompt and images take {len(ids)} tokens; the model reads at most {self.longest}: "
-                "shorten the prompt or shrink the images"
+                f"prompt and images take {len(ids)} tokens; the model reads at most {self.longest}: shrink them"
             )
         if at is None:
             return TokenRow(tuple(ids), images)
         token_id = self.specials.get(at, -1)
         if ids.count(token_id) != 1 or self.image_token in ids[ids.index(token_id) :]:
             raise RewardError(
-                f"The template {template.name!r} holds {at} {ids.count(token_id)} times; a judge reads at exactly "
-                "one, which is a token of its tokenizer, after all images."
+                f"The template {template.name!r} holds {at} {ids.count(token_id)} times; needed is one, behind images."
             )
         return TokenRow(tuple(ids[: ids.index(token_id) + 1]), images)
 
@@ -207,8 +204,7 @@ class RowEncoder:
             elif not skip_missing:
                 raise RewardError(
                     f"The word {word!r} is {len(ids)} tokens of this model "
-                    f"({self.tokenizer.convert_ids_to_tokens(ids)}), and an answer is read at one; give "
-                    "words that are one token each."
+                    f"({self.tokenizer.convert_ids_to_tokens(ids)}); give words that are one token each."
                 )
         if not word_ids:
             raise RewardError(f"None of the words {list(words)} is one token of this model.")
@@ -232,8 +228,8 @@ class RowEncoder:
             raise ValueError("the prompt spells out special tokens of the model; take them out")
         if ids.count(self.image_token) != template.images:
             raise RewardError(
-                f"The chat template of the model marks {ids.count(self.image_token)} images for the "
-                f"{template.images} of template {template.name!r}; give the processor's own chat template."
+                f"The model's chat template marks {ids.count(self.image_token)} images for the {template.images} of "
+                f"template {template.name!r}; give the processor's own chat template."
             )
         self._texts[key] = ids
         while len(self._texts) > TEXTS:
@@ -254,8 +250,7 @@ class RowEncoder:
         owner = next((owner for owner in owners if getattr(owner, "chat_template", None)), None)
         if owner is None:
             raise RewardError(
-                "The model's processor has no chat template. Copy the chat_template.jinja of the original "
-                "model into its folder."
+                "The model's processor has no chat template. Copy the original's chat_template.jinja into its folder."
             )
         try:
             text = owner.apply_chat_template(

@@ -40,7 +40,7 @@ def test_no_code_of_a_model_folder_runs(
     (tmp_path / "own_code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: pass\n")
     monkeypatch.setattr(builtins, "input", lambda *_: "y")
     with pytest.raises(
-        (RewardError, UserError, OSError), match=r"cannot be loaded|cannot load|no processor|is not run here"
+        (RewardError, UserError, OSError), match=r"cannot be loaded|cannot load|no processor|own code is"
     ):
         load(tmp_path)
     assert not (tmp_path / "ran").exists()

@@ -326,7 +326,7 @@ def test_checklist_refuses(rule, yes, alignment, reason):
 
 
 def test_checklist_file_keys():
-    with pytest.raises(ValueError, match="coef at least; given are weights"):
+    with pytest.raises(ValueError, match="coef at least; given are ..weights"):
         ChecklistRule.from_dict({"weights": [1.0]})
 
 

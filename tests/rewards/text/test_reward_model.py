@@ -98,7 +98,7 @@ def test_folders(tmp_path):
     assert scores.value.dtype == torch.float32 and torch.allclose(scores.value, expected, atol=0.02)
     LlamaForCausalLM(config()).save_pretrained(tmp_path / "plain")
     tokenizer().save_pretrained(tmp_path / "plain")
-    with pytest.raises(RewardError, match=r"has no weights for score.weight, which would be random|has 2 outputs"):
+    with pytest.raises(RewardError, match=r"has no weights for score.weight|has 2 outputs"):
         RewardModel(tmp_path / "plain")
     with pytest.raises(RewardError, match="cannot be loaded as a sequence classification model"):
         RewardModel(tmp_path / "nothing")
