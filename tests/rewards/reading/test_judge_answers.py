@@ -31,10 +31,8 @@ from visalign.rewards.reading.verdicts import FlexAnswer, flex_answer, pair_scor
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("<answer>3</answer> and <answer> 4 </answer>", "4"),
-        ("<think>5</think> 3", "3"),
-        ("the template opened it</think>\n3", "3"),
-        ("<answer>3</answer> then <answer>4", "3"),
+        *[("<answer>3</answer> and <answer> 4 </answer>", "4"), ("<think>5</think> 3", "3")],
+        *[("the template opened it</think>\n3", "3"), ("<answer>3</answer> then <answer>4", "3")],
     ],
 )
 def test_the_last_complete_answer_counts(text, found):
@@ -43,30 +41,20 @@ def test_the_last_complete_answer_counts(text, found):
 
 VALUES = {
     quality_score: [
-        ("<answer>3.75</answer>", 3.75),
-        ("<think>maybe 2</think><answer>4</answer>", 4),
-        ("<answer>Score: 4.10 / 5</answer>", 4.1),
-        ("<answer>(1-5): 3</answer>", 3),
-        ("<answer>On a scale of 1 to 5 I give 3.5</answer>", 3.5),
-        ("2 cats, and I rate it 4", 4),
+        *[("<answer>3.75</answer>", 3.75), ("<think>maybe 2</think><answer>4</answer>", 4)],
+        *[("<answer>Score: 4.10 / 5</answer>", 4.1), ("<answer>(1-5): 3</answer>", 3)],
+        *[("<answer>On a scale of 1 to 5 I give 3.5</answer>", 3.5), ("2 cats, and I rate it 4", 4)],
         ("<answer>**Rating**: *4.25*</answer>", 4.25),
     ],
     final_score: [
-        ("Final Score: 4.5", 4.5),
-        ("cat (animal): 1\n**Final Score:** 3", 3),
-        ("Final Score: 2/5", 2),
-        ("**Final Score**: 3.5", 3.5),
-        ("__Final Score: `3.5`__", 3.5),
+        *[("Final Score: 4.5", 4.5), ("cat (animal): 1\n**Final Score:** 3", 3), ("Final Score: 2/5", 2)],
+        *[("**Final Score**: 3.5", 3.5), ("__Final Score: `3.5`__", 3.5)],
     ],
     lift_label: [
-        ("Good", "Good"),
-        ("**Normal**.", "Normal"),
-        ("It is **not** *Good*. It is _Bad_", "Bad"),
-        ("It isn't Good. It is Bad", "Bad"),
-        ("The video is Good, not Bad", "Good"),
+        *[("Good", "Good"), ("**Normal**.", "Normal"), ("It is **not** *Good*. It is _Bad_", "Bad")],
+        *[("It isn't Good. It is Bad", "Bad"), ("The video is Good, not Bad", "Good")],
         ("I would not say it is Good. It is Normal.", "Normal"),
-        ("It is not blurry and the quality is Good", "Good"),
-        ("I doubt that it is Good. Normal", "Normal"),
+        *[("It is not blurry and the quality is Good", "Good"), ("I doubt that it is Good. Normal", "Normal")],
     ],
     verdict: [
         ("Image 1 is better", 1),
@@ -93,25 +81,18 @@ VALUES = {
 }
 REFUSED = {
     statement: [
-        ("", "wrote nothing"),
-        ("<think>a long thought", "inside its thinking"),
-        ("<think>a thought</think>", "gave no answer"),
-        ("<answer>3", "<answer> is not closed"),
+        *[("", "wrote nothing"), ("<think>a long thought", "inside its thinking")],
+        *[("<think>a thought</think>", "gave no answer"), ("<answer>3", "<answer> is not closed")],
         ("<answer> </answer>", "<answer> is empty"),
     ],
     quality_score: [
-        ("<answer>-2.5</answer>", r"-2.5 is outside \[1, 5\]"),
-        ("<answer>NaN</answer>", "no number"),
-        ("<answer>3,5</answer>", "decimal comma"),
-        ("<answer>3 or 4</answer>", "several numbers"),
-        ("<answer>8/10</answer>", "scale that ends at 5"),
-        ("I see 3 dogs", "without calling it the score"),
+        *[("<answer>-2.5</answer>", r"-2.5 is outside \[1, 5\]"), ("<answer>NaN</answer>", "no number")],
+        *[("<answer>3,5</answer>", "decimal comma"), ("<answer>3 or 4</answer>", "several numbers")],
+        *[("<answer>8/10</answer>", "scale that ends at 5"), ("I see 3 dogs", "without calling it the score")],
     ],
     final_score: [
-        ("Final Score: 7", "outside"),
-        ("final score: 3", "no 'Final Score:'"),
-        ("Final Score: 3,5", "no 'Final Score:'"),
-        ("Final Score: 3\nFinal Score: 4", "twice: 3 and 4"),
+        *[("Final Score: 7", "outside"), ("final score: 3", "no 'Final Score:'")],
+        *[("Final Score: 3,5", "no 'Final Score:'"), ("Final Score: 3\nFinal Score: 4", "twice: 3 and 4")],
         ("Final Score: 4/10", "not on the scale"),
     ],
     lift_label: [
@@ -292,10 +273,8 @@ def test_a_missing_side_leaves_the_log_odds_undefined_and_bounded():
 @pytest.mark.parametrize(
     ("listed", "reason"),
     [
-        ({"Maybe": -0.1}, "neither yes nor no .*'Maybe' leads"),
-        ({}, "neither yes nor no"),
-        ({"yes": math.nan}, "is nan"),
-        ({"yes": 2.0}, "is 2"),
+        *[({"Maybe": -0.1}, "neither yes nor no .*'Maybe' leads"), ({}, "neither yes nor no")],
+        *[({"yes": math.nan}, "is nan"), ({"yes": 2.0}, "is 2")],
     ],
 )
 def test_yes_no_list_refuses(listed, reason):

@@ -22,30 +22,12 @@ def judge(reward, completion, answer, prompt="?"):
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("42", 42),
-        (".5", Fraction(1, 2)),
-        ("1,234,567.5", Fraction(2469135, 2)),
-        ("1{,}234", 1234),
-        (r"1\,234", 1234),
-        ("3/4", Fraction(3, 4)),
-        ("1 3/4", Fraction(7, 4)),
-        (r"\frac{3}{4}", Fraction(3, 4)),
-        (r"-\dfrac34", Fraction(-3, 4)),
-        (r"1\frac{3}{4}", Fraction(7, 4)),
-        ("1.5e3", 1500),
-        ("1.5×10^3", 1500),
-        ("50%", Fraction(1, 2)),
-        ("$1,200", 1200),
-        (r"\$5", 5),
-        ("x = 5", 5),
-        ("−3", -3),
-        (r"\text{7}", 7),
-        (r"2^{10}", 1024),
-        ("-2^2", -4),
-        (r"\sqrt{16}", 4),
-        (r"\frac{3}{-4}", Fraction(-3, 4)),
-        (0.1, Fraction(1, 10)),
-        (1e16, 10**16),
+        *[("42", 42), (".5", Fraction(1, 2)), ("1,234,567.5", Fraction(2469135, 2)), ("1{,}234", 1234)],
+        *[(r"1\,234", 1234), ("3/4", Fraction(3, 4)), ("1 3/4", Fraction(7, 4))],
+        *[(r"\frac{3}{4}", Fraction(3, 4)), (r"-\dfrac34", Fraction(-3, 4)), (r"1\frac{3}{4}", Fraction(7, 4))],
+        *[("1.5e3", 1500), ("1.5×10^3", 1500), ("50%", Fraction(1, 2)), ("$1,200", 1200), (r"\$5", 5)],
+        *[("x = 5", 5), ("−3", -3), (r"\text{7}", 7), (r"2^{10}", 1024), ("-2^2", -4), (r"\sqrt{16}", 4)],
+        *[(r"\frac{3}{-4}", Fraction(-3, 4)), (0.1, Fraction(1, 10)), (1e16, 10**16)],
     ],
 )
 def test_numbers_are_read_exactly(text, value):
@@ -67,16 +49,10 @@ def test_what_is_no_finite_number_is_none(text):
 @pytest.mark.parametrize(
     ("text", "boxes"),
     [
-        (r"\boxed{4}", ["4"]),
-        (r"\boxed{\frac{1}{2}} then \fbox{b}", [r"\frac{1}{2}", "b"]),
-        (r"\boxed{a \boxed{b}}", [r"a \boxed{b}"]),
-        (r"\boxed {4}", ["4"]),
-        (r"\boxed{\{1, 2\}}", [r"\{1, 2\}"]),
-        (r"\boxed{4", []),
-        (r"\boxed{ never { \boxed{3}", ["3"]),
-        (r"} \boxed{4}", ["4"]),
-        ("{ open \\boxed{4}", ["4"]),
-        (r"\boxed{}", [""]),
+        *[(r"\boxed{4}", ["4"]), (r"\boxed{\frac{1}{2}} then \fbox{b}", [r"\frac{1}{2}", "b"])],
+        *[(r"\boxed{a \boxed{b}}", [r"a \boxed{b}"]), (r"\boxed {4}", ["4"])],
+        *[(r"\boxed{\{1, 2\}}", [r"\{1, 2\}"]), (r"\boxed{4", []), (r"\boxed{ never { \boxed{3}", ["3"])],
+        *[(r"} \boxed{4}", ["4"]), ("{ open \\boxed{4}", ["4"]), (r"\boxed{}", [""])],
     ],
 )
 def test_boxes(text, boxes):
@@ -113,10 +89,8 @@ def test_boxed_answer_reads_the_completion_alone_and_the_last_box():
 @pytest.mark.parametrize(
     ("truth", "answer"),
     [
-        ("Half of 144 is <<144/2=72>>72.\n#### 72", "72"),
-        ("... #### 1,234", "1234"),
-        (["2 + 2 = 4\n#### 4\n", "5"], "4"),
-        (r"Two, so \boxed{\frac{1}{2}}.", r"\frac12"),
+        *[("Half of 144 is <<144/2=72>>72.\n#### 72", "72"), ("... #### 1,234", "1234")],
+        *[(["2 + 2 = 4\n#### 4\n", "5"], "4"), (r"Two, so \boxed{\frac{1}{2}}.", r"\frac12")],
         ("#### a\n4", "#### a\n4"),
     ],
 )
@@ -158,10 +132,8 @@ def test_numbers_within_a_tolerance():
 @pytest.mark.parametrize(
     ("text", "truth"),
     [
-        (r"so it is \frac{3}{4}.", "3/4"),
-        (r"so it is -1\dfrac{3}{4}", "-7/4"),
-        (r"that makes 2^10 = 1024 or 2^{-1}", "1/2"),
-        (r"thus \sqrt{16}", 4),
+        *[(r"so it is \frac{3}{4}.", "3/4"), (r"so it is -1\dfrac{3}{4}", "-7/4")],
+        *[(r"that makes 2^10 = 1024 or 2^{-1}", "1/2"), (r"thus \sqrt{16}", 4)],
         ("in 2024 it was 3/4.", "0.75"),
     ],
 )
