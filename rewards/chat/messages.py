@@ -16,7 +16,6 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.images import to_uint8
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.vlm.requests import Query
@@ -62,10 +61,6 @@ def safe_text(text: str) -> str:
 
 def chat_messages(template: Template, query: Query, urls: ImageUrls) -> list[dict[str, Any]]:
     """Return one request as OpenAI messages; the beginning of an answer, if any, is the last message."""
-    if len(query.images) != template.images:
-        raise RewardError(
-            f"The template {template.name!r} has {template.images} slots for images and got {len(query.images)}."
-        )
     images = iter(query.images)
     fields = {"prompt": query.prompt, **query.fields}
     messages = template.filled({name: safe_text(text) for name, text in fields.items()})

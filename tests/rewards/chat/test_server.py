@@ -13,7 +13,7 @@ from tests.support.servers.chat import chat, sent_images, serving, words
 from visalign.remote import ServerConnection, ServerError
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.failure import FailureAlarm
-from visalign.rewards.chat.messages import ImageUrls, Reply, chat_messages, read_reply, safe_text
+from visalign.rewards.chat.messages import Reply, read_reply, safe_text
 from visalign.rewards.chat.server import ChatServer
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.vlm.requests import Query
@@ -252,8 +252,3 @@ def test_content_in_parts():
 def test_options_refused(options, message):
     with pytest.raises((RewardError, ValueError), match=message):
         ChatServer(**{"base_url": "http://localhost:1", "model": "tiny", **options})
-
-
-def test_a_wrong_number_of_images_is_refused():
-    with pytest.raises(RewardError, match="1 slots for images and got 2"):
-        chat_messages(SHOW, Query(images=list(images(2)), prompt="a"), ImageUrls())

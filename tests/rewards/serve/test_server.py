@@ -117,12 +117,10 @@ def test_an_answer_survives_the_wire(judge: Any):
     [
         (b"\x80\x04pickle", "no request in the format"),
         (pack_answer(Habits().score(LEVELS[:1], ["1"])), "no request in the format"),
-        (pack_request(request("a"))[:-9], r"no request in the format .*SafetensorError"),
         (headed({"format": FORMAT, "request": '{"prompts": 1' + "0" * 5000 + "}"}), "no request in"),
         (sent({"image.0": LEVELS[0]}, ["a", "b"]), r"2 prompts need as many uint8 tensors \[3, H, W\]"),
         (sent({"left.0": LEVELS[0]}, ["a"]), "1 prompts need .* of pairs"),
         (sent({"image.0": LEVELS[0].float()}, ["a"]), "1 prompts need as many uint8"),
-        (sent({"image.0": LEVELS[0], "image.1": LEVELS[0]}, ["a"]), "and no others"),
         (pack_request(request("a", metadata=[])), "'metadata' must be a list of 1 objects or null"),
         (pack_request(request("a", prompts=[1])), "'prompts' must be a list of strings"),
     ],
@@ -299,21 +297,12 @@ def test_no_server_and_other_servers_are_told_apart(habits: Any):
         RemoteReward(habits[0], attempts=0)
 
 
-def test_a_server_that_went_away_gives_invalid_rows():
-    with serving(app_of(Habits())) as url:
-        remote = RemoteReward(url, attempts=2, pause=0.01)
-    scores = remote.score(LEVELS[:2], ["1", "2"])
-    assert not scores.valid.any() and scores.value.isnan().all()
-    assert "did not answer" in str((scores.reason or [""])[0])
-
-
 def test_an_open_address_needs_a_token(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(UserError, match=r"--host is 0\.0\.0\.0, which other machines can reach"):
         serve_reward("sharpness", host="0.0.0.0")
     monkeypatch.delenv("NOT_SET", raising=False)
     with pytest.raises(UserError, match="--token-env names NOT_SET, which is empty or not set"):
         serve_reward("sharpness", token_env="NOT_SET")
-    assert parse_options(["quality=90", "prefer=smaller"]) == {"quality": 90, "prefer": "smaller"}
     for item, message in (("quality", "write NAME=VALUE"), ("a=[", "the value cannot be read")):
         with pytest.raises(UserError, match=message):
             parse_options([item])

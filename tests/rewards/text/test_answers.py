@@ -195,7 +195,6 @@ def test_without_a_ground_truth_there_is_no_score():
         ({"extract": "box"}, "extract is 'box'; allowed are whole, last_line, boxed, answer_tag"),
         ({"absolute": -1.0, "compare": "number"}, "absolute is -1.0 and relative 0.0; allowed are finite"),
         ({"relative": 0.1}, "compare='exact' has no tolerance; choose 'number'"),
-        ({"pattern": "(a)"}, "goes with extract='pattern'"),
         ({"extract": "pattern", "pattern": "(a"}, "is no regular expression"),
         ({"extract": "pattern", "pattern": "a"}, "a pattern with one group"),
     ],

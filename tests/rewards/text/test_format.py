@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from visalign.core.rewards.terms import soft_overlong
 from visalign.rewards import RewardError
 from visalign.rewards.text.format import JsonFormat, TextFormat
 from visalign.rewards.text.length import LengthReward, RandomReward, RepetitionPenalty
@@ -66,15 +65,8 @@ def test_json_is_strict():
     assert values(JsonFormat(), good + bad) == [1] * 3 + [0] * len(bad)
     assert remark(JsonFormat(), '{"a": 1, "a": 2}') == "no JSON: a key is repeated"
     fence = JsonFormat(where="fence")
-    assert values(fence, ["Here:\n```json\n{}\n```", "{}", "```json\n{}\n```\n```\n{}\n```", "```json\n{}"]) == [
-        1,
-        0,
-        0,
-        0,
-    ]
-    assert values(fence, ["```json\n" * 20_000]) == [0]
-    with pytest.raises(ValueError, match="where is 'tail'; allowed are whole, fence"):
-        JsonFormat(where="tail")
+    assert values(fence, ["Here:\n```json\n{}\n```"]) == [1]
+    assert not any(values(fence, ["{}", "```json\n{}\n```\n```\n{}\n```", "```json\n{}", "```json\n" * 20_000]))
 
 
 SCHEMA = {
@@ -117,23 +109,10 @@ def test_length_rules():
     assert own.reason is not None and "has None as 'n', needed is a length" in str(own.reason[1])
 
 
-def test_soft_overlong_is_the_core_function():
-    lengths = [0, 6, 8, 9, 10, 50]
-    reward = LengthReward("soft_overlong", max_length=10, cache=4, count="characters")
-    scores = reward.score(["x" * n for n in lengths], ["?"] * 6)
-    assert scores.value.tolist() == [0, 0, -0.5, -0.75, -1, -1]
-    assert torch.equal(scores.value, soft_overlong(torch.tensor(lengths), max_length=10, cache=4))
-
-
 @pytest.mark.parametrize(
     ("rule", "options", "message"),
     [
-        ("short", {}, "rule is 'short'; allowed are target, linear, soft_overlong"),
-        (
-            "target",
-            {"target": 3},
-            "takes scale and target or scale and target_field, no more and no less; given: target",
-        ),
+        ("target", {"target": 3}, "takes scale and target or scale and target_field, .* given: target"),
         ("linear", {"scale": 0}, "scale 0; allowed are finite numbers above 0"),
         ("soft_overlong", {"max_length": 4, "cache": 5}, "cache is 5; allowed are 1 to max_length, which is 4"),
     ],
@@ -160,7 +139,3 @@ def test_repetition_counts_ngrams():
     assert values(RepetitionPenalty(2), ["a b a b a", "A b a B a", "a b c", "a", ""]) == [-0.5, -0.5, 0, 0, 0]
     assert values(RepetitionPenalty(1, by="characters"), ["aaaa"]) == [-0.75]
     assert values(RepetitionPenalty(), ["la " * 1000])[0] < -0.99
-    with pytest.raises(ValueError, match="n is 0; allowed are whole numbers from 1"):
-        RepetitionPenalty(0)
-    with pytest.raises(ValueError, match="by is 'tokens'; allowed are words, characters"):
-        RepetitionPenalty(by="tokens")
