@@ -19,6 +19,7 @@ from visalign.rewards.vlm.requests import Query
 from visalign.rewards.vlm.template import question
 from visalign.rewards.vlm.yes_no import MIN_MASS
 
+from .deepseek_grm import TOP_LOGPROBS
 from .judge import Answer, ChatJudge, failure_reason
 from .messages import Reply
 from .yes_no import check_reading, read_reply_yes_no
@@ -50,7 +51,6 @@ class Rubric(ChatJudge):
     score.
 
     Args:
-        top_logprobs: alternatives of the first token to request.
         min_mass: smallest probability of yes and no together that counts as an answer.
         **options: of `ChatJudge`, as is the address; a template has {question}. max_new_tokens is for the checklist.
     """
@@ -62,14 +62,12 @@ class Rubric(ChatJudge):
     default_template = ASKING
     required_fields = ("question",)
 
-    def __init__(
-        self, *address: str, top_logprobs: int = 20, min_mass: float = MIN_MASS, device: Any = "cpu", **options: Any
-    ) -> None:
-        check_reading(self.name, top_logprobs=top_logprobs, min_mass=min_mass)
+    def __init__(self, *address: str, min_mass: float = MIN_MASS, device: Any = "cpu", **options: Any) -> None:
+        check_reading(self.name, top_logprobs=TOP_LOGPROBS, min_mass=min_mass)
         super().__init__(*address, device=device, **options)
-        self.top_logprobs, self.min_mass = top_logprobs, min_mass
+        self.min_mass = min_mass
         self._written: dict[str, list[str]] = {}
-        fields = {"max_questions": MAX_QUESTIONS, "top_logprobs": top_logprobs, "min_mass": min_mass}
+        fields = {"max_questions": MAX_QUESTIONS, "top_logprobs": TOP_LOGPROBS, "min_mass": min_mass}
         self.identity = self.make_identity(writing=WRITING.text, **fields, **self.sampling)
 
     def checklists(self, prompts: Sequence[str]) -> dict[str, list[str] | AnswerError]:
@@ -109,7 +107,7 @@ class Rubric(ChatJudge):
             for row in rows
             for wording in checklists[row]
         ]
-        options = {"top_logprobs": self.top_logprobs, "max_new_tokens": 1}
+        options = {"top_logprobs": TOP_LOGPROBS, "max_new_tokens": 1}
         answers = iter(self.server.ask(self.template, queries, read=self._read_probability, **options))
         results = [[_mean_answer(checklists[row], [next(answers)[0] for _ in checklists[row]])] for row in rows]
         return self.average_answers(request, rows, results, reasons, self.unit)

@@ -78,7 +78,6 @@ class VisualQuality(EngineJudge):
             and "digits" the ten digits where ratings have two decimal places.
         min_mass: smallest probability of all scores together that counts as a rating ("direct"), and smallest
             "digit_mass".
-        variance_floor: γ of the comparison, in squared rating steps.
     """
 
     name = "visual_quality_r1"
@@ -98,7 +97,6 @@ class VisualQuality(EngineJudge):
         max_new_tokens: int | None = None,
         template: Template | None = None,
         min_mass: float = MIN_MASS,
-        variance_floor: float = FLOOR,
         device: str | torch.device = "cpu",
         **loading: Any,
     ) -> None:
@@ -107,17 +105,16 @@ class VisualQuality(EngineJudge):
         rules = {
             "thinking needs mode='sampled': a thought is written first": not thinking or mode == "sampled",
             f"min_mass is {min_mass}; allowed are probabilities below 1": 0 <= min_mass < 1,
-            f"variance_floor is {variance_floor}; allowed are numbers above 0": 0 < variance_floor < math.inf,
         }
         check_rules(self.name, rules)
         super().__init__(model, RATING_THINKING if thinking else RATING, template, device=device, **loading)
         self.answers = answers
         self._digits = RatingDigits(self.engine, self.template, min_mass) if mode == "direct" else None
-        self._pairs = PairsFromScores(self, link="normal", floor=variance_floor)
+        self._pairs = PairsFromScores(self, link="normal", floor=FLOOR)
         self._sampling = {"answers": answers, "seed": seed, "temperature": temperature}
         self._sampling["max_new_tokens"] = max_new_tokens or (2048 if thinking else 16)
         options = {"min_mass": min_mass} if mode == "direct" else self._sampling
-        self.options = {"mode": mode, "variance_floor": variance_floor, **options}
+        self.options = {"mode": mode, "variance_floor": FLOOR, **options}
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Rate B images; prompts and metadata are ignored."""

@@ -239,8 +239,6 @@ class RowEncoder:
     def _template_specials(self, template: Template, fields: Mapping[str, str], continuation: str) -> int:
         key = (template.digest, tuple(sorted(fields)), continuation)
         if key not in self._special_counts:
-            if len(self._special_counts) >= TEXTS:
-                self._special_counts.clear()
             ids = self._tokens(template, dict.fromkeys(fields, ""), continuation)
             self._special_counts[key] = sum(token in self._ids for token in ids)
         return self._special_counts[key]

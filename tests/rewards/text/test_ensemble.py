@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ensembles of text rewards and the use of their deviation: values by hand, failures, what is refused."""
+"""Sums and ensembles of text rewards: values by hand, failures, the use of a deviation, what is refused."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from visalign.interfaces import Scores
+from visalign.interfaces import Scores, TextReward
 from visalign.pipelines.shared.sections import RewardsConfig, RewardTerm
 from visalign.pipelines.text.parts import text_sum
-from visalign.rewards import RewardError, TextEnsemble, TextFunctionReward, WeightedTextSum
+from visalign.rewards import RewardError, TextEnsemble, TextFunctionReward, WeightedTextSum, check_text_reward
 from visalign.rewards.catalogue import load_text_reward
 
 TEXTS, PROMPTS = ["a", "bb", "ccc"], ["?"] * 3
@@ -98,3 +98,20 @@ def test_without_a_deviation_nothing_can_be_weighed() -> None:
     for weights in ({"b": 1.0}, {"a": -1.0}, {"c": 1.0}):
         with pytest.raises(ValueError, match=r"advantage_weights are .*weight above 0 \(a\)"):
             WeightedTextSum(rewards, advantage_weights=weights)
+
+
+def test_a_sum_of_sums_keeps_the_contract() -> None:
+    def of_text(function: Any, **options: Any) -> TextFunctionReward:
+        return TextFunctionReward(function, **{"name": "mine", "unit": "points", **options})
+
+    judge = WeightedTextSum({"a": (fixed([1.0, 2, 3]), 2.0), "length": (of_text(len, higher_is_better=False), 0.5)})
+    scores = judge.score(TEXTS, PROMPTS)
+    assert scores.value.tolist() == [1.5, 3, 4.5] and scores.parts["length.weighted"].tolist() == [-0.5, -1, -1.5]
+    inner = WeightedTextSum({"length": (of_text(len), 1.0)}, name="inner")
+    judge = WeightedTextSum({"inner": (inner, 1.0), "again": (of_text(len), 2.0)})
+    assert isinstance(judge, TextReward) and len(check_text_reward(judge)) == 9
+    assert judge.score(["abc"], ["?"]).parts["inner.length"].tolist() == [3]
+    over_batch = WeightedTextSum({"a": (of_text(len), 1.0)}, normalise="batch")
+    assert over_batch.capabilities.needs_batch and len(check_text_reward(over_batch)) == 8
+    with pytest.raises(RewardError, match="a single completion scores otherwise than in a batch"):
+        check_text_reward(lambda completions, **_: [len(completions) + len(text) for text in completions])
