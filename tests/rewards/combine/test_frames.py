@@ -118,7 +118,7 @@ def test_clips_in_sums_and_caches(tmp_path: Path):
         ([torch.zeros(2, 3, 8, 8)] * 2, ValueError, "2 clips and 1 prompts; give one each"),
         (Image.new("RGB", (4, 4)), TypeError, "images is a Image; give a list of clips"),
         (torch.zeros(3, 8, 8), ValueError, r"shape \(3, 8, 8\); give clips \[B, F, 3, H, W\]"),
-        ([np.zeros((2, 8, 8, 3))], ValueError, "Use images.permute"),
+        ([np.zeros((2, 8, 8, 3))], ValueError, "the 3 channels where they belong"),
     ],
 )
 def test_refused_clips(clips, error, message):

@@ -157,7 +157,7 @@ def test_loading_is_silent_and_leaves_the_users_settings(tmp_path, capfd) -> Non
 
 def test_quantization_needs_its_package_and_spares_what_is_read(monkeypatch):
     monkeypatch.setattr(loading, "find_spec", lambda name: None)
-    with pytest.raises(RewardError, match=r"'int8'; allowed .* pip install bitsandbytes"):
+    with pytest.raises(RewardError, match=r"'int8'; allowed .* with bitsandbytes installed"):
         loading.placing_options(torch.bfloat16, "cuda", quantization="int8")
     monkeypatch.setattr(loading, "find_spec", lambda name: name)
     options = loading.placing_options(torch.bfloat16, "cuda:1", quantization="int4")
