@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.training.images import Brightness, Loud, toy_trainer, whole_and_resumed
+from tests.support.training.images import Brightness, Loud, check_resume, toy_trainer
 from tests.support.training.text import Letters, toy_text_trainer
 from visalign.config import load_config
 from visalign.errors import UserError
@@ -52,13 +53,8 @@ def test_the_sum_and_its_columns_have_the_weights_of_their_iteration() -> None:
 @pytest.mark.parametrize("algorithm", ["grpo", "gdpo"])
 def test_a_resumed_text_run_has_the_weights_of_an_uninterrupted_one(algorithm: str, tmp_path: Any) -> None:
     reward = _sum(WeightedTextSum, Letters("a"), Letters("e"), FADING)
-
-    def make(folder: Any, iterations: int) -> Any:
-        more = {"dynamic": {}} if algorithm == "gdpo" else {}
-        return toy_text_trainer(folder, algorithm, reward=reward, run={"iterations": iterations}, **more)
-
-    whole, resumed, _ = whole_and_resumed(make, tmp_path, 1, 3)
-    assert whole == resumed
+    more = {"dynamic": {}} if algorithm == "gdpo" else {}
+    whole, _ = check_resume(partial(toy_text_trainer, algorithm=algorithm, reward=reward, **more), tmp_path, 1, 3)
     assert [row["reward_part/b.weight"] for row in whole[2]] == pytest.approx([1, 0.8, 0.6])
 
 
