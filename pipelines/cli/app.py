@@ -18,9 +18,8 @@ from typer import Argument, Exit, Option, Typer, echo
 from visalign.errors import UserError
 from visalign.versions import visalign_version
 
-from .agree import agree
 from .collect import collect
-from .compare import compare, rank
+from .compare import agree, compare, rank
 from .diagnose import diagnose
 from .evaluate import evaluate
 from .messages import user_messages
@@ -169,8 +168,7 @@ def plan(
     config: Config = None,
     overrides: Overrides = None,
     processes: Annotated[
-        int | None,
-        Option(min=1, max=MOST_COUNTED, help="Number of devices; memory is reported per device.", show_default=False),
+        int | None, Option(min=1, max=MOST_COUNTED, help="Number of devices; memory is reported per device.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -189,7 +187,7 @@ def plan(
 
 @command(TRAIN, "watch runs/flow")
 def watch(
-    runs: Annotated[list[Path], Argument(help="Run folders, or a folder of run folders.", show_default=False)],
+    runs: Annotated[list[Path], Argument(help="Run folders, or a folder of run folders.")],
     port: Annotated[int, Option(help="Port to listen on.", min=1, max=65535)] = 8090,
 ) -> None:
     """Show runs on a local page while they train: curves, sample grids, state. It reloads by itself."""
@@ -211,7 +209,7 @@ def export_lora(
     run: Annotated[Path, Argument(help="Run folder, or the folder of its LoRA.")],
     output: Annotated[Path, Option("--output", "-o", help="Output .safetensors file (must not exist).")],
     model: Annotated[
-        str | None, Option("--model", "-m", help="Model that the LoRA is for. Default: the run's.", show_default=False)
+        str | None, Option("--model", "-m", help="Model that the LoRA is for. Default: the run's.")
     ] = None,
 ) -> None:
     """Write a run's LoRA for ComfyUI and A1111; diffusers reads the run's own file."""
@@ -234,9 +232,7 @@ def export_lora(
 def push(
     run: Annotated[Path, Argument(help="Run folder.")],
     name: Annotated[str, Argument(help="Name on the hub: owner/name.")],
-    license: Annotated[
-        str | None, Option(help="Licence, such as apache-2.0. Default: the base model's.", show_default=False)
-    ] = None,
+    license: Annotated[str | None, Option(help="Licence, such as apache-2.0. Default: the base model's.")] = None,
     private: Annotated[bool, Option("--private", help="Make a new repository private.")] = False,
     dry_run: DryRun = False,
 ) -> None:
@@ -244,8 +240,7 @@ def push(
 
     With --dry-run the card is written and the files are listed, without network.
     """
-    from visalign.pipelines.shared.hub import check_name, check_push, push_run
-    from visalign.pipelines.shared.model_card import result_of, write_card
+    from visalign.pipelines.shared.model_card import check_name, check_push, push_run, result_of, write_card
 
     result_of(run)
     check_name(name)
@@ -277,8 +272,7 @@ def serve_reward(
     timeout: Annotated[float, Option(help="Time limit per batch, in seconds.", min=1.0, max=1e6)] = 120.0,
     threads: Annotated[int | None, Option(help="CPU threads of the reward.", min=1, max=1_024)] = None,
     memory: Annotated[
-        float | None,
-        Option(help="Memory for requests and scoring in GiB. Default: half of the free memory.", min=0.0),
+        float | None, Option(help="Memory for requests and scoring in GiB. Default: half of the free memory.", min=0.0)
     ] = None,
     max_pixels: Annotated[int | None, Option(help="Pixels scored together. Default: from the memory.", min=1)] = None,
     max_connections: Annotated[int, Option(help="Maximum number of connections.", min=1, max=MOST_COUNTED)] = 256,
@@ -317,7 +311,7 @@ def doctor() -> None:
 
 @command(PROJECT, "configs --family sd3.5 --search guard")
 def configs(
-    name: Annotated[str | None, Argument(help="Configuration to show as YAML.", show_default=False)] = None,
+    name: Annotated[str | None, Argument(help="Configuration to show as YAML.")] = None,
     family: Annotated[str | None, Option(help="Only of this model family: sd3.5, flux, shapes, text.")] = None,
     algorithm: Annotated[str | None, Option(help="Only with this algorithm: flow_grpo, nft, ppo.")] = None,
     search: Annotated[str | None, Option(help="Only with these words in name or description.")] = None,

@@ -29,18 +29,10 @@ from .options import (
 
 def collect(
     votes: Annotated[
-        Path,
-        Argument(
-            help="SQLite file of the votes, created if missing. A folder of images first: votes.sqlite.",
-            show_default=False,
-        ),
+        Path, Argument(help="SQLite file of the votes, created if missing. A folder of images first: votes.sqlite.")
     ],
     sources: Annotated[
-        Repeated,
-        Argument(
-            help="For a new file: images, folders (of several, pairs across them), tables or sets.",
-            show_default=False,
-        ),
+        Repeated, Argument(help="For a new file: images, folders (of several, pairs across them), tables or sets.")
     ] = None,
     single: Annotated[bool, Option("--single", help="Show one image at a time instead of two.")] = False,
     prompt: Prompt = None,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands `visalign compare` and `visalign rank`."""
+"""The commands `visalign compare`, `rank` and `agree`."""
 
 from __future__ import annotations
 
@@ -14,24 +14,32 @@ from typer import Argument, Exit, Option, echo
 
 from .options import (
     AsJson,
+    Batch,
     Cache,
     Device,
     LabelOptions,
+    MapColumns,
     NewFile,
+    NewFolder,
+    OptionalRewards,
     Prompt,
+    Resume,
     Rewards,
+    Scores,
+    Seed,
     Tables,
     clean_output,
     print_result,
     write_page_or_json,
     write_table_files,
 )
+from .score import scoring
 from .show import print_provenance
 
 
 def compare(
-    first: Annotated[Path, Argument(metavar="A", help="An image.", show_default=False)],
-    second: Annotated[Path, Argument(metavar="B", help="Another image.", show_default=False)],
+    first: Annotated[Path, Argument(metavar="A", help="An image.")],
+    second: Annotated[Path, Argument(metavar="B", help="Another image.")],
     reward: Rewards,
     prompt: Prompt = None,
     options: LabelOptions = None,
@@ -85,10 +93,7 @@ def show_comparison(console: Console, result: Mapping[str, Any]) -> None:
 
 
 def rank(
-    images: Annotated[
-        list[Path],
-        Argument(help="Image files or folders, or a table of completions of one prompt.", show_default=False),
-    ],
+    images: Annotated[list[Path], Argument(help="Image files or folders, or a table of completions of one prompt.")],
     reward: Annotated[str, Option("--reward", "-r", help="Name of the reward.")],
     prompt: Prompt = None,
     options: LabelOptions = None,
@@ -104,7 +109,7 @@ def rank(
     from visalign.data.sets.image_references import resolve_image
     from visalign.data.sets.tables import READERS
     from visalign.evaluation.pages.rank_page import file_tables
-    from visalign.pipelines.compare.rank_images import completions_to_rank, ranking_page, ranking_record
+    from visalign.pipelines.compare.compare import completions_to_rank, ranking_page, ranking_record
     from visalign.pipelines.score.image_rows import find_images, require_still
     from visalign.pipelines.shared.reward_options import load_each, needed_prompt, with_cache
     from visalign.pipelines.shared.run_folder import new_file
@@ -149,3 +154,69 @@ def show_ranking(console: Console, result: Mapping[str, Any]) -> None:
     reasons = [f"! {names[row['image']]}: {row['reason']}" for row in result["images"] if row["reason"]]
     for line in (*reasons, *sentences(result)):
         console.print(Text(line))
+
+
+def agree(
+    source: Annotated[
+        str,
+        Argument(
+            metavar="SET",
+            help="Table (image, prompt), folder, hub dataset, LAYOUT:FOLDER, shapes:pairs, shapes:quality.",
+        ),
+    ],
+    reward: OptionalRewards = None,
+    scores: Scores = None,
+    columns: MapColumns = None,
+    prompt: Prompt = None,
+    options: LabelOptions = None,
+    limit: Annotated[int | None, Option(help="Maximum number of images.", min=3, max=2**32 - 1)] = None,
+    cache: Cache = None,
+    device: Device = None,
+    output: NewFolder = None,
+    resume: Resume = False,
+    batch_size: Batch = 32,
+    seed: Seed = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Show how far rewards agree on a set: rank correlations, and the images they disagree on."""
+    from visalign.data.sets.columns import Columns, parse_map, parse_scores
+    from visalign.pipelines.compare.agree_rewards import ROWS, agree_rewards, read_set, write_agreement
+    from visalign.pipelines.shared.reward_options import any_needs_prompt, load_each, with_cache
+    from visalign.pipelines.shared.run_folder import check_run_folder
+    from visalign.rewards.text.completions import load_any_reward
+
+    if output is not None:
+        check_run_folder(output, resume=resume)
+    with clean_output():
+        loaded = load_each(reward or [], options or [], load_any_reward, device)
+    names, score_columns = parse_scores(scores or [])
+    table = Columns(names=parse_map(columns or []) | score_columns, has_images=any_needs_prompt(loaded))
+    rows = read_set(source, prompt=prompt, limit=limit, columns=table, scores=names)
+    rewards, log = with_cache(loaded, cache), output / ROWS if output is not None and loaded else None
+    with scoring(log, rewards, len(rows), resume=resume) as keeping, clean_output():
+        result = agree_rewards(
+            rows, rewards, source=source, columns=names, seed=seed, batch_size=batch_size, **keeping
+        )
+    print_result(result, show_agreement, as_json)
+    if output is not None:
+        echo(f"Page: {write_agreement(output, result)}", err=as_json)
+
+
+def show_agreement(console: Console, result: Mapping[str, Any]) -> None:
+    from visalign.evaluation.pages.agree_page import sentences
+    from visalign.evaluation.pages.base import share, with_span
+
+    about = result["set"]
+    console.print(Text(f"{about['source']}: {about['images']} images of {about['prompts']} prompts"))
+    table = Table("rewards", "Spearman, all images", "within prompts", "same order", "judged by both")
+    for pair in result["pairs"]:
+        names = Text(f"{pair['first']} · {pair['second']}")
+        correlations = with_span(pair["overall"]), with_span(pair["within"])
+        table.add_row(names, *correlations, share(pair["same_choice"]), str(pair["images"]))
+    console.print(table)
+    for sentence in sentences(result):
+        console.print(Text(sentence))
+    for reward in result["rewards"]:
+        if reward["failed"]:
+            why = "; ".join(reward["reasons"])
+            console.print(Text(f"! {reward['label']} could not score {reward['failed']} images: {why}"))

@@ -17,13 +17,10 @@ from .options import MOST_COUNTED, AsJson, LabelOptions, Repeated, Seed, clean_o
 
 def diagnose(
     run: Annotated[Path, Argument(help="Folder of a finished run of a text policy.")],
-    second: Annotated[
-        Path | None, Argument(help="Later run to compare; RUN's policy is then the base.", show_default=False)
-    ] = None,
+    second: Annotated[Path | None, Argument(help="Later run to compare; RUN's policy is then the base.")] = None,
     samples: Annotated[int, Option(help="Completions per prompt and policy.", min=2, max=MOST_COUNTED)] = 32,
     prompts: Annotated[
-        int | None,
-        Option(help="Maximum number of held-out prompts. Default: all.", min=2, max=MOST_COUNTED, show_default=False),
+        int | None, Option(help="Maximum number of held-out prompts. Default: all.", min=2, max=MOST_COUNTED)
     ] = None,
     reward: Annotated[
         Repeated, Option("--reward", "-r", help="Additional text reward to report; repeat for several.")

@@ -40,8 +40,7 @@ def evaluate(
         list[str],
         Argument(
             help="Labelled set, or several for one leaderboard: table, Label Studio or Argilla export, "
-            "owner/name:split of the hub, LAYOUT:FOLDER, shapes:pairs, shapes:quality.",
-            show_default=False,
+            "owner/name:split of the hub, LAYOUT:FOLDER, shapes:pairs, shapes:quality."
         ),
     ],
     reward: OptionalRewards = None,

@@ -23,16 +23,12 @@ MOST_COUNTED = 2**20  # Largest count of an option, as in `visalign.settings`; i
 Repeated = list[str] | None  # Values of an option that may be given several times
 
 Config = Annotated[
-    str | None,
-    Argument(help="A name from `visalign configs`, or a YAML file. Default: visalign.yaml here.", show_default=False),
+    str | None, Argument(help="A name from `visalign configs`, or a YAML file. Default: visalign.yaml here.")
 ]
-Overrides = Annotated[Repeated, Argument(help="Settings to change: key.sub=value ...", show_default=False)]
+Overrides = Annotated[Repeated, Argument(help="Settings to change: key.sub=value ...")]
 ImageFiles = Annotated[
     list[Path],
-    Argument(
-        help="Image files, folders of images or clips, tables with the columns image (or completion), prompt.",
-        show_default=False,
-    ),
+    Argument(help="Image files, folders of images or clips, tables with the columns image (or completion), prompt."),
 ]
 Rewards = Annotated[list[str], Option("--reward", "-r", help="Name of a reward; repeat for several.")]
 OptionalRewards = Annotated[Repeated, Option("--reward", "-r", help="Name of a reward; repeat for several.")]

@@ -20,30 +20,19 @@ Loras = Annotated[
 
 def sample(
     prompts: Annotated[
-        list[str],
-        Argument(help="Prompts, or files of them (.txt, .csv, .jsonl ...), hf://owner/name.", show_default=False),
+        list[str], Argument(help="Prompts, or files of them (.txt, .csv, .jsonl ...), hf://owner/name.")
     ],
-    output: Annotated[Path, Option("--output", "-o", help="Output folder (must not exist).", show_default=False)],
+    output: Annotated[Path, Option("--output", "-o", help="Output folder (must not exist).")],
     model: Annotated[
         str, Option("--model", "-m", help="Packaged model, folder, hub id, or .safetensors file.")
     ] = "shapes-sd3",
-    config: Annotated[
-        str | None, Option(help="With a file as model: diffusers folder of its family.", show_default=False)
-    ] = None,
-    variant: Annotated[
-        str | None, Option(help="Variant of the weights' files, such as fp16.", show_default=False)
-    ] = None,
+    config: Annotated[str | None, Option(help="With a file as model: diffusers folder of its family.")] = None,
+    variant: Annotated[str | None, Option(help="Variant of the weights' files, such as fp16.")] = None,
     lora: Loras = None,
     columns: MapColumns = None,
     seeds: Annotated[str, Option(help="Seeds such as 0,1,2 or 0-7; one image per prompt and seed.")] = "0-3",
     steps: Annotated[
-        int | None,
-        Option(
-            help="Denoising steps. Default: the pipeline's (packaged models: 10).",
-            min=1,
-            max=10_000,
-            show_default=False,
-        ),
+        int | None, Option(help="Denoising steps. Default: the pipeline's (packaged models: 10).", min=1, max=10_000)
     ] = None,
     solver: Annotated[str, Option(help="Solver: euler, or the second-order dpmpp_2m for 10 steps or more.")] = "euler",
     reward: Annotated[
@@ -64,16 +53,12 @@ def sample(
     refine: Annotated[
         str | None,
         Option(
-            help="Language model that makes prompts richer: adds its image to pairs, or to the worst and best by -r.",
-            show_default=False,
+            help="Language model that makes prompts richer: adds its image to pairs, or to the worst and best by -r."
         ),
     ] = None,
     strength: Annotated[float, Option(help="With --steer: strength in the weights exp(strength * reward).")] = 10.0,
     device: Device = None,
-    dtype: Annotated[
-        str | None,
-        Option(help="Data type: float32, bfloat16 or float16. Default: as stored.", show_default=False),
-    ] = None,
+    dtype: Annotated[str | None, Option(help="Data type: float32, bfloat16 or float16. Default: as stored.")] = None,
     batch_size: Annotated[int, Option(help="Images per batch.", min=1, max=MOST_COUNTED)] = 16,
     options: Annotated[
         Repeated,
@@ -142,9 +127,7 @@ def _refine(prompts: Any, refiner: str, settings: Any, output: Path, rewards: di
 def demo(
     model: Annotated[str, Option("--model", "-m", help="Packaged model, folder, or hub id.")] = "shapes-sd3",
     lora: Loras = None,
-    steps: Annotated[
-        int | None, Option(help="Denoising steps. Default: the pipeline's.", min=1, max=100, show_default=False)
-    ] = None,
+    steps: Annotated[int | None, Option(help="Denoising steps. Default: the pipeline's.", min=1, max=100)] = None,
     device: Device = None,
     options: Annotated[Repeated, Option("--option", help="NAME=VALUE for the model: image_size=512.")] = None,
     host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1",

@@ -24,14 +24,11 @@ from visalign.pipelines.score.provenance import reward_identity
 from visalign.pipelines.shared.run_folder import pretty
 from visalign.rewards.text.completions import CompletionPairs, CompletionScores
 
-from .pair_runner import PairRunner
 from .reference import Reference
-from .runner import ScoreRunner
+from .runner import PairRunner, ScoreRunner
 
 RESULT, PAGE = "probe.json", "probe.html"
 SHOWN_SIDE = 224  # Longest side of the example images on the page, in pixels
-
-
 _CATALOGUES = {
     (False, True): PROBES,
     (False, False): PAIR_PROBES,

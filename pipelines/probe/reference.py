@@ -41,11 +41,12 @@ class Reference:
     def rivals(self, row: int) -> tuple[Sample, ...]:
         return self.others[row] if self.others else ()
 
-    def contrasts(self) -> list[int | None]:
-        """Find the row that a row is contrasted with, as `contrasts`; the answer is the record's, else the text."""
+    def contrasts(self) -> dict[int, int]:
+        """Map rows to those that they are contrasted with (`contrasts`); the answer is the record's, else the text."""
         records = zip(self.samples, self.metadata, strict=True)
         answers = [str((record or {}).get("answer", sample.image)) for sample, record in records]
-        return contrasts([sample.prompt for sample in self.samples], answers)
+        others = contrasts([sample.prompt for sample in self.samples], answers)
+        return {row: other for row, other in enumerate(others) if other is not None}
 
     def changed(self, probe: Probe, level: Level, row: int, seed: int) -> Sample | None:
         """Apply a probe's change, or the next other prompt, to a sample; None where it does not apply."""

@@ -9,19 +9,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from scipy.special import expit
 from torch import Tensor
 
 from visalign.data.sets.image_references import CompletionText
 from visalign.errors import Naming, UserError
 from visalign.evaluation.probes import response
 from visalign.evaluation.probes.catalogue import Level, Probe, Sample
-from visalign.interfaces import PointwiseReward
+from visalign.interfaces import PairwiseReward, PointwiseReward, with_capabilities
 from visalign.rewards.base.contract import RewardError, check_answer
 from visalign.rewards.base.failure import failure_reasons
 from visalign.rewards.base.images import as_contract, to_pil, to_uint8
+from visalign.rewards.pairs.asking import check_preferences, read_preferences
 
 from .reference import Reference
 
+TIE = 1e-6  # Log-odds below this are a tie
 COMPANY_ROWS = 16  # Images that are asked about one by one in the probe "neighbours"
 FORMS: dict[str, Callable[[Tensor], Any]] = {
     "uint8, channels first": lambda image: image.mul(255).round().to(torch.uint8),
@@ -71,6 +74,14 @@ class ProbeRunner(ABC):
             "with_records": self.with_records,
         }
 
+    def ask_unchanged(self, ask: Callable[[], Any]) -> Any:
+        """Ask about the unchanged samples, and again with the prompts' records if nothing is answered without."""
+        answers = ask()
+        if not np.isfinite(answers.value).any() and any(self.reference.metadata):
+            self.with_records = True
+            answers = ask()
+        return answers
+
     def ask(
         self,
         rows: Sequence[int],
@@ -99,9 +110,8 @@ class ProbeRunner(ABC):
             return self.ask(self.scored, make, form=FORMS[level.label])
         if level.label == "in reverse order":
             return self.ask(self.scored[::-1], make)
-        white, rows = 0, self.scored[:COMPANY_ROWS]
-        if level.label in ("among white images", "among white texts"):
-            white = min(max(self.batch_size, 2), 8) - 1
+        rows, is_alone = self.scored[:COMPANY_ROWS], level.label not in ("among white images", "among white texts")
+        white = 0 if is_alone else min(max(self.batch_size, 2), 8) - 1
         values, reasons = [], []
         for row in rows:
             samples = make(row)
@@ -128,13 +138,13 @@ class ProbeRunner(ABC):
 
     def _require_unit(self, has_unit: bool, size: int, reasons: Sequence[str | None], what: str) -> None:
         """Refuse a reward with fewer than two answers, or with answers that are all equal."""
-        if len(self.scored) < 2:
+        count, remedy = len(self.scored), "Give --reference images that it"
+        if count < 2:
             reason = next((f": {reason}" for reason in reasons if reason), "")
-            fault = f"judged {len(self.scored)} of {size} {what}, and 2 are needed{reason}. Give --reference images"
-            raise UserError(f"{self.name} {fault} that it judges.")
+            raise UserError(f"{self.name} judged {count} of {size} {what}, and 2 are needed{reason}. {remedy} judges.")
         if not has_unit:
-            fault = f"gives all {len(self.scored)} {what} the same answer, so its responses have no unit"
-            raise UserError(f"{self.name} {fault}. Give --reference images that it tells apart.")
+            fault = f"gives all {count} {what} the same answer, so its responses have no unit"
+            raise UserError(f"{self.name} {fault}. {remedy} tells apart.")
 
     def _all_rows(self, answers: ProbeAnswers) -> Answer:
         """[N] answers and reasons of all samples, NaN and None for those not asked about."""
@@ -149,11 +159,16 @@ class ProbeRunner(ABC):
         full, _ = self._all_rows(answers._replace(value=responses))
         return full, response.level_report(level.label, level.x, responses, answers.reasons, left_out=left_out)
 
+    def _share(
+        self, level: Level, hits: Any, reasons: Sequence[str | None], chance: float | None, *, left_out: int = 0
+    ) -> LevelResult:
+        """Report a level whose answer is a share of rows; the rows have no response."""
+        report = response.share_report(level.label, hits, reasons, chance=chance, left_out=left_out)
+        return np.full(len(self.reference.samples), np.nan), report
+
     def _contrast(self, level: Level, responses: np.ndarray, reasons: Sequence[str | None]) -> LevelResult:
         """Report the share of rows whose own text or prompt is ahead by the `responses`, NaN where unknown."""
-        finite = responses[np.isfinite(responses)]
-        report = response.share_report(level.label, finite > 0, reasons, chance=0.5)
-        return np.full(len(self.reference.samples), np.nan), report
+        return self._share(level, responses[np.isfinite(responses)] > 0, reasons, 0.5)
 
 
 def _empty(item: Any) -> Any:
@@ -170,11 +185,7 @@ class ScoreRunner(ProbeRunner):
         super().__init__(reward.name, reference, batch_size)
         self.reward, self.unit, self.higher_is_better = reward, reward.unit, reward.higher_is_better
         rows = list(range(len(reference.samples)))
-        unchanged = self.ask(rows, self._unchanged, tolerant=False)
-        if not np.isfinite(unchanged.value).any() and any(reference.metadata):
-            self.with_records = True
-            unchanged = self.ask(rows, self._unchanged, tolerant=False)
-        self.value, self.reasons = unchanged.value, unchanged.reasons
+        _, self.value, self.reasons = self.ask_unchanged(lambda: self.ask(rows, self._unchanged, tolerant=False))
         self.scored = [row for row in rows if np.isfinite(self.value[row])]
         scores = self.value[self.scored]
         self.spread = float(scores.std(ddof=1)) if len(scores) > 1 else 0.0
@@ -185,15 +196,13 @@ class ScoreRunner(ProbeRunner):
         """Compute the responses at one level of a probe; `seed` is that of random changes."""
         left_out = 0
         if probe.name == "contrast_instructions":
-            samples = self.reference.samples
-            contrasts = self.reference.contrasts()
-            rows = [row for row in self.scored if contrasts[row] is not None]
-            swaps_prompt = level.label == "own prompt first"
-            mixed = [(samples[contrasts[r] or 0], samples[r])[:: -1 if swaps_prompt else 1] for r in rows]
-            texts, prompts = [text.image for text, _ in mixed], [record.prompt for _, record in mixed]
-            records = [contrasts[row] or 0 for row in rows] if swaps_prompt else rows
+            samples, contrasts = self.reference.samples, self.reference.contrasts()
+            rows = [row for row in self.scored if row in contrasts]
+            others = [contrasts[row] for row in rows]
+            text_rows, prompt_rows = (rows, others) if level.label == "own prompt first" else (others, rows)
+            texts, prompts = [samples[row].image for row in text_rows], [samples[row].prompt for row in prompt_rows]
             parts = [slice(start, start + self.batch_size) for start in range(0, len(rows), self.batch_size)]
-            answers = [self._call([texts[part]], prompts[part], records[part], True) for part in parts]
+            answers = [self._call([texts[part]], prompts[part], prompt_rows[part], True) for part in parts]
             value = np.concatenate([np.zeros(0), *(value for value, _ in answers)])
             reasons = [reason for _, batch in answers for reason in batch]
             return self._contrast(level, (self.value[rows] - value) * (1 if self.higher_is_better else -1), reasons)
@@ -223,3 +232,165 @@ class ScoreRunner(ProbeRunner):
         value = np.where(np.isfinite(value), value, np.nan)
         default = ("the reward gave no finite number" if np.isnan(number) else None for number in value)
         return value, [reason or why for reason, why in zip(failure_reasons(scores), default, strict=True)]
+
+
+class PairAnswers(NamedTuple):
+    """Answers about pairs (a, b) in both orders, NaN where one of them is missing."""
+
+    rows: list[int]
+    first: np.ndarray  # [n] log-odds of a, shown on the left
+    second: np.ndarray  # [n] log-odds of b, shown on the left; −`first` where one order was asked
+    reasons: list[str | None]
+
+    @property
+    def value(self) -> np.ndarray:
+        """[n] log-odds of a over b without the position bias."""
+        return (self.first - self.second) / 2
+
+    @property
+    def bias(self) -> np.ndarray:
+        """[n] log-odds that the left position is worth."""
+        return (self.first + self.second) / 2
+
+
+class PairRunner(ProbeRunner):
+    """Runs the probes of a pairwise judge, asked in both orders with the log-odds averaged.
+
+    One order is asked where the judge declares that it asks both itself and its answers on real pairs confirm it.
+    """
+
+    kind, unit, higher_is_better = "comparisons", "log-odds", True
+
+    def __init__(self, judge: PairwiseReward, reference: Reference, batch_size: int) -> None:
+        super().__init__(judge.name, reference, batch_size)
+        self.judge = with_capabilities(judge)
+        self.one_order = False
+        rows = range(len(reference.samples))
+        self.paired = [row for row in rows if reference.rivals(row)]
+        self.real: PairAnswers = self.ask_unchanged(self._ask_real_pairs)
+        self.scored = [row for row in self.paired if np.isfinite(self.real.value[row])]
+        leads = self.real.value[self.scored]
+        self.spread = float(np.sqrt((leads**2).mean() / 2)) if len(leads) else 0.0
+        self._require_unit(self.spread > TIE, len(self.paired), self.real.reasons, "pairs of reference images")
+        unbiased = np.abs(self.real.bias[self.scored]).max() <= response.LIMITS["same"] * self.spread
+        self.one_order = self.judge.capabilities.both_orders and bool(unbiased)
+        self.rows = [row for row in rows if row in self.scored or row not in self.paired]
+
+    def run_level(self, probe: Probe, level: Level, seed: int) -> LevelResult:
+        """Compute the responses at one level of a probe; `seed` is that of random changes."""
+        nothing: list[str | None] = [None] * len(self.scored)
+        match probe.name:
+            case "identical":
+                same = self.ask(self.rows, lambda row: (self.reference.samples[row],) * 2)
+                return self._responses(level, same, 0.0)
+            case "position":
+                bias = ProbeAnswers(self.scored, self.real.bias[self.scored], nothing)
+                return self._responses(level, bias, 0.0)
+            case "swap":
+                first, second = _sign(self.real.first[self.scored]), _sign(self.real.second[self.scored])
+                return self._share(level, first == -second, nothing, 0.5)
+            case "contrast_instructions":
+                contrasts, samples = self.reference.contrasts(), self.reference.samples
+                rows = [row for row in self.scored if row in contrasts]
+                contrasted = self._ask_both_orders(rows, lambda row: (samples[row], samples[contrasts[row]]))
+                return self._contrast(level, contrasted.value, contrasted.reasons)
+            case "transitivity":
+                return self._cycles(level)
+            case "neighbours" | "form":
+                answers = self.ask_again(probe, level, self._pair)
+                return self._responses(level, answers, self.real.first[answers.rows])
+            case _:
+                return self._changed(probe, level, seed)
+
+    def record(self) -> dict[str, Any]:
+        reasons = [self.real.reasons[row] for row in self.paired]
+        return {
+            **response.reference_counts(reasons, len(self.paired)),
+            **super().record(),
+            "images": len(self.reference.samples),
+            "strangers": self.reference.strangers,
+            "mean": float(self.real.value[self.scored].mean()),
+            "one_order": self.one_order,
+        }
+
+    def _pair(self, row: int) -> tuple[Sample, Sample]:
+        return self.reference.samples[row], self.reference.rivals(row)[0]
+
+    def _ask(self, sides: list[Any], prompts: list[str], records: list[Any] | None) -> Answer:
+        preferences = self.judge.compare(*sides, prompts, records)
+        answers = read_preferences(check_preferences(self.name, preferences, len(prompts)))
+        return answers.log_odds.numpy(), answers.reasons
+
+    def _ask_real_pairs(self) -> PairAnswers:
+        """Ask about each of the N samples and its rival."""
+        rows, first, second, reasons = self._ask_both_orders(self.paired, self._pair, tolerant=False)
+        all_first, all_reasons = self._all_rows(ProbeAnswers(rows, first, reasons))
+        all_second, _ = self._all_rows(ProbeAnswers(rows, second, reasons))
+        return PairAnswers(list(range(len(all_first))), all_first, all_second, all_reasons)
+
+    def _ask_both_orders(self, rows: Sequence[int], make: MakeSamples, *, tolerant: bool = True) -> PairAnswers:
+        straight = self.ask(rows, make, tolerant=tolerant)
+        if self.one_order:
+            return PairAnswers(straight.rows, straight.value, -straight.value, straight.reasons)
+
+        def exchanged(row: int) -> tuple[Sample, Sample] | None:
+            if (pair := make(row)) is None:
+                return None
+            first, second = pair
+            return Sample(second.image, first.prompt), Sample(first.image, first.prompt)
+
+        turned = self.ask(rows, exchanged, tolerant=tolerant)
+        reasons = [
+            reason or (other and f"in the other order: {other}")
+            for reason, other in zip(straight.reasons, turned.reasons, strict=True)
+        ]
+        failed = np.array([reason is not None for reason in reasons], dtype=bool)
+        first, second = (np.where(failed, np.nan, answers.value) for answers in (straight, turned))
+        return PairAnswers(straight.rows, first, second, reasons)
+
+    def _cycles(self, level: Level) -> LevelResult:
+        """Compute the share of cycles among a sample and its two rivals."""
+        rivals = self.reference.rivals
+        rows = [row for row in self.scored if len(rivals(row)) > 1]
+        between = self._ask_both_orders(rows, lambda row: (rivals(row)[0], rivals(row)[1]))
+        back = self._ask_both_orders(rows, lambda row: (rivals(row)[1], self.reference.samples[row]))
+        leads = np.stack([self.real.value[rows], between.value, back.value])
+        signs = _sign(leads[:, np.isfinite(leads).all(0)])
+        chance = response.circle_chance(float((signs == 0).mean())) if signs.size else None
+        reasons = [a or b for a, b in zip(between.reasons, back.reasons, strict=True)]
+        cycles, left_out = response.is_cycle(*signs), len(self.scored) - len(rows)
+        return self._share(level, cycles, reasons, chance, left_out=left_out)
+
+    def _changed(self, probe: Probe, level: Level, seed: int) -> LevelResult:
+        """Compare changed samples with the unchanged, or with their rivals as the unchanged were before.
+
+        Under another prompt the response is the change of the lead, for the image that led.
+        """
+        is_reworded = probe.name in ("spelling", "other_prompt")
+        with_rivals = is_reworded or probe.versus_real
+
+        def pair(row: int) -> tuple[Sample, Sample] | None:
+            if (changed := self.reference.changed(probe, level, row, seed)) is None:
+                return None
+            other = self._pair(row)[1] if with_rivals else self.reference.samples[row]
+            return changed, other
+
+        rows = self.scored if with_rivals else self.rows
+        answers = self._ask_both_orders(rows, pair)
+        lead, left_out = answers.value, len(rows) - len(answers.rows)
+        before = self.real.value[answers.rows] if with_rivals else np.zeros(len(answers.rows))
+        sign = np.where(before < 0, -1, 1) if is_reworded else 1
+        change = ProbeAnswers(answers.rows, (lead - before) * sign, answers.reasons)
+        responses, report = self._responses(level, change, 0.0, left_out=left_out)
+        if not is_reworded:
+            report |= response.probability_interval(expit(lead))
+        elif np.isfinite(lead).any():
+            report["turned"] = float((_sign(lead) != _sign(before))[np.isfinite(lead)].mean())
+        if probe.versus_real:
+            report["win_before"] = response.probability_interval(expit(before))["win"]
+        return responses, report
+
+
+def _sign(log_odds: np.ndarray) -> np.ndarray:
+    """−1, 0 for a tie, 1."""
+    return np.where(np.abs(log_odds) <= TIE, 0.0, np.sign(log_odds))

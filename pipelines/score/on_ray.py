@@ -24,16 +24,7 @@ from visalign.pipelines.shared.run_folder import check_run_folder
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.catalogue import load_reward
 
-from .parts import (
-    Part,
-    ScoringOptions,
-    check_part,
-    find_parts,
-    finished_parts,
-    part_metadata,
-    read_part,
-    write_scores,
-)
+from .parts import Part, ScoringOptions, check_part, find_parts, finished_parts, part_metadata, read_part, write_scores
 from .provenance import reward_identity
 from .score import ScoreRow, score_rows
 

@@ -97,7 +97,7 @@ def run_job(config: Any, output: Path, resume: bool = False, *, build: Callable[
     from visalign.training.loop.processes import report_lost_process
 
     if config.run.push_to_hub is not None:
-        from .hub import check_push
+        from .model_card import check_push
 
         check_push(config.run.push_to_hub, then="Or train without run.push_to_hub and upload later: visalign push.")
     with claimed(config, output, resume=resume, free=FREE_KEYS), report_lost_process(), ExitStack() as ending:
@@ -137,8 +137,7 @@ def run_job(config: Any, output: Path, resume: bool = False, *, build: Callable[
 
 def _publish(job: Job) -> None:
     """Write the model card, and upload the result where the configuration says so; a failure is a warning."""
-    from .hub import push_run
-    from .model_card import write_card
+    from .model_card import push_run, write_card
 
     run = job.config.run
     try:

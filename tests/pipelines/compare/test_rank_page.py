@@ -15,7 +15,7 @@ from PIL import Image
 from tests.support.judges.brightness import Brightness, BrightnessPairs
 from visalign.evaluation.pages.base import short_names
 from visalign.evaluation.pages.rank_page import sentences
-from visalign.pipelines.compare.rank_images import ranking_page, ranking_record
+from visalign.pipelines.compare.compare import ranking_page, ranking_record
 from visalign.rewards.pairs.ranking import rank
 
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from tests.support.evaluation_samples import make_result, make_text_result
 from visalign.evaluation import write_summary
 from visalign.pipelines.cli.app import app
-from visalign.pipelines.shared import hub
+from visalign.pipelines.shared import model_card as hub
 from visalign.pipelines.shared.model_card import base_model, write_card
 
 

@@ -205,10 +205,7 @@ def test_boxes_outside_the_image_are_refused(single, tmp_path, box, message):
     ("options", "message"),
     [
         (["model.kind=heie", "objective.task=heie"], r"has no box around a fault.*--boxes"),
-        (
-            ["model.kind=checklist", "objective.task=checklist_answers"],
-            r"has no answers about single images",
-        ),
+        (["model.kind=checklist", "objective.task=checklist_answers"], r"has no answers about single images"),
         (["model.kind=checklist", "model.train=head", "objective.task=checklist_answers"], r"Set model\.train: lora"),
         (["model.kind=heie", "objective.task=heie", "data.train=shapes:pairs"], r"visalign collect --boxes exported"),
         (["model.kind=heie", "objective.task=heie", "data.train=none.jsonl"], r"There is no file 'none.jsonl'"),

@@ -281,11 +281,7 @@ def test_what_is_refused_and_with_which_words(inputs: Path, tmp_path: Path) -> N
     for rows, more, message in (
         ([pair, same], [], "1 of 2 records .* have equal completions, .*rows 2.*data.unusable=drop leaves them out"),
         ([{**pair, "chosen": " "}], [], "have empty completions"),
-        (
-            [pair, {"prompt": "r", "completions": [], "scores": []}],
-            [],
-            "has an empty cell",
-        ),
+        ([pair, {"prompt": "r", "completions": [], "scores": []}], [], "has an empty cell"),
         ([{"prompt": "r", "completions": [], "scores": []}], [], "have empty completions"),
         ([{**pair, "margin": "abc"}], [], "the margin 'abc' is no number of 0 or more"),
         ([{**pair, "margin": -5}], [], "the margin -5 is no number"),
