@@ -15,7 +15,7 @@ from visalign.data.assets import PACKAGED, resolve_model
 from visalign.data.sets.prompt_files import record_key
 from visalign.evaluation import HeldoutResult
 from visalign.pipelines.shared.grids import SampleGrids
-from visalign.pipelines.shared.job import PolicyRun, build_trainer, on_the_way, result_folder, run_job
+from visalign.pipelines.shared.job import PolicyRun, policy_run, result_folder, run_job
 from visalign.pipelines.shared.parts import build_accelerator, evenly_spaced
 
 from .config import FlowGRPOConfig, ModelConfig, PrefGRPOConfig
@@ -34,7 +34,7 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
     accelerator = build_accelerator(config, output)
     inputs = prepare(config, accelerator.num_processes, str(accelerator.device))
     policy = build_policy(config.model, accelerator.device, config.seed)
-    before, objective, rollout, evaluation = output / "before.npz", config.objective, config.rollout, config.evaluation
+    objective, rollout, evaluation = config.objective, config.rollout, config.evaluation
     kind = VelocityRegression if objective.regression else RewardGradient if objective.ascent else FlowGRPO
     algorithm = kind(
         policy,
@@ -60,28 +60,26 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
     sizes: dict[str, Any] = {"seed": evaluation.seeds[0], "columns": evaluation.grid}
     grids = SampleGrids(output=output, accelerator=accelerator, heldout=prompts, **sizes)
     features = inputs.features if accelerator.is_main_process else None  # the others do not have the file `before`
-    drift = None if features is None else build_drift(features, before)
+    drift = None if features is None else build_drift(features, output / "before.npz")
 
     def more_metrics(iteration: int, result: HeldoutResult) -> dict[str, float]:
         grids.keep(iteration, result)
         return {} if drift is None else drift(result)
 
-    curve = evaluation.curve(config.rewards.optimized if config.data.pairs is None else ())
-    evaluate = on_the_way(evaluation, measure, inputs.heldout, before, config.rewards.recorded, curve, more_metrics)
-    trainer = build_trainer(config, output, algorithm, evaluate)
-    for note in inputs.notes:
-        trainer.progress.note(note)
-    return PolicyRun(
-        config=config,
-        output=output,
-        trainer=trainer,
+    return policy_run(
+        config,
+        output,
+        algorithm,
+        measure=measure,
+        heldout=inputs.heldout,
+        more=more_metrics,
+        notes=inputs.notes,
+        recorded=config.rewards.recorded,
+        optimized=config.rewards.optimized if config.data.pairs is None else (),
         fingerprints=inputs.fingerprints,
         title=f"{objective.algorithm} on {config.model.path}",
         policy=policy,
-        measure=measure,
-        heldout=inputs.heldout,
         samples="images",
-        curve=curve,
         load_code=load_code(config, output),
         next_command=sample_command(config, output, edits=any(len(record_key(r)) > 1 for r in inputs.heldout)),
         counts=_image_counts,

@@ -9,7 +9,7 @@ import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from visalign.model_files import read_object
 from visalign.signals import Stopped
 from visalign.training.loop.metrics import read_metrics
 from visalign.training.loop.monitor import BEST, best_checkpoint_note, monitor_messages
+from visalign.training.loop.progress import POLICY_COLUMNS
 from visalign.training.loop.runtime import peak_memory_bytes
 from visalign.versions import versions
 
@@ -36,14 +37,11 @@ from .run_folder import (
     write_beginning,
     write_once,
 )
-from .sections import FREE_KEYS, HeldoutConfig
+from .sections import FREE_KEYS
 
 if TYPE_CHECKING:
     from visalign.evaluation import HeldoutResult
     from visalign.training import Trainer, TrainResult
-    from visalign.training.loop.algorithm import Counters
-
-    from .grids import SampleGrids
 
 JUDGE = "judge"  # Folder of a trained judge inside the run's folder
 
@@ -88,8 +86,8 @@ class Job(ABC):
 def run_job(config: Any, output: Path, resume: bool = False, *, build: Callable[[Any, Path], Job]) -> RunSummary:
     """Run a job and return the content of summary.json, which is empty in all processes but the first.
 
-    Nothing is written before everything that can be checked has been; `build` makes the objects and writes nothing.
-    With `resume` the run in `output` goes on from its newest whole checkpoint, to the result of an uninterrupted run.
+    `build` checks what can be checked, makes the objects and writes nothing. With `resume` the run in `output` goes on
+    from its newest whole checkpoint, to the result of an uninterrupted run.
     """
     import torch
     from accelerate.utils import gather_object
@@ -187,10 +185,10 @@ class PolicyRun(Job):
     heldout: Records
     samples: str  # Noun for samples in messages: images, completions
     load_code: str  # Python that loads the result
-    counts: Callable[[Counters], Mapping[str, Any]]  # More entries of the summary
+    counts: Callable[[Any], Mapping[str, Any]]  # More entries of the summary, by the run's `Counters`
     curve: Sequence[str] = ()  # Rewards whose held-out mean and interval are curves, see `HeldoutConfig.curve`
     heldout_trained_on: int | None = None  # Held-out prompts that are trained on as well; None where that is not known
-    grids: SampleGrids | None = None  # Grids of images to keep at each evaluation; None for texts
+    grids: Any = None  # `SampleGrids` to keep at each evaluation; None for texts
 
     def before(self) -> HeldoutResult | None:
         """Evaluate before training, or read the file of it; None in all processes but the first."""
@@ -199,23 +197,22 @@ class PolicyRun(Job):
         from visalign.evaluation import load_heldout
 
         path, note = self.output / "before.npz", self.trainer.progress.note  # only the first process prints
-        is_first = self.trainer.accelerator.is_main_process
         (is_stored,) = broadcast_object_list([path.is_file()])  # as the first process sees it
         if self.heldout_trained_on:
             note(
                 f"Warning: prompts both held out and trained on: {self.heldout_trained_on} of {len(self.heldout)}, "
                 "so the accuracy is partly one of memory. Take them out of the training data or data.heldout."
             )
-        if is_stored:
-            if not is_first:
-                return None
-            result = load_heldout(path)
-        else:
+        result = None
+        if not is_stored:
             size = f"{len(self.heldout)} held-out prompts × {len(self.config.evaluation.seeds)} {self.samples}"
             note(f"Evaluating {size} before training.")
             result = self._evaluate()
-            if not is_first:
-                return None
+        if not self.trainer.accelerator.is_main_process:
+            return None
+        if result is None:
+            result = load_heldout(path)
+        else:
             result.save(path)
         if self.grids is not None:
             self.grids.keep(0, result)
@@ -297,12 +294,11 @@ class JudgeRun(Job):
 
     measure: Callable[..., dict[str, Any]]  # (final) -> name -> number, of the weights that the judge has
     heldout: int  # Examples that it measures on
-    save: Callable[[Path], None]  # Write the judge into a folder
+    save: Callable[[Path], Any]  # Write the judge into a folder; returns lines about its weights for the card
     counts: Callable[[TrainResult], Mapping[str, Any]]  # More entries of the summary
-    notes: Callable[[], Any] = list  # Lines about the weights for the card, while the judge has those of the result
+    network: Any  # The module whose weights may be divided among the processes
     card: Callable[[Mapping[str, Any], Any], str] | None = None
-    """(summary, notes) -> text of README.md beside the judge; None writes none."""
-    network: Any = None  # The module whose weights may be divided among the processes; None: none may
+    """(summary, lines of `save`) -> text of README.md beside the judge; None writes none."""
 
     def before(self) -> dict[str, Any]:
         path, accelerator = self.output / "before.json", self.trainer.accelerator
@@ -326,10 +322,8 @@ class JudgeRun(Job):
             with self.trainer.measuring():
                 after = self.measure(final=True)
             measuring += time.perf_counter() - begin
-            with nullcontext() if self.network is None else unsharded_state(self.network):
-                if is_first:
-                    self.save(self.output / JUDGE)
-                notes = self.notes()
+            with unsharded_state(self.network):
+                notes = self.save(self.output / JUDGE) if is_first else None
         summary = {"before": before, "after": after, **self.costs(result, measuring), **self.counts(result)}
         summary |= {BEST: best} if (best := result.counters.own.get(BEST)) else {}
         summary |= {"config": asdict(self.config), "versions": versions()}
@@ -341,20 +335,27 @@ class JudgeRun(Job):
         return json.loads(text)
 
 
-def on_the_way(
-    evaluation: HeldoutConfig,
+def policy_run(
+    config: Any,
+    output: Path,
+    algorithm: Any,
+    *,
     measure: Measure,
     heldout: Records,
-    before: Path,
-    recorded: Sequence[str],
-    curve: Sequence[str],
     more: Callable[[int, HeldoutResult], Mapping[str, float]],
-) -> Callable[[int], dict[str, float]]:
-    """Return the evaluation while a policy is trained: some held-out prompts, the first seed.
+    notes: Sequence[str],
+    recorded: Sequence[str] = (),
+    optimized: Sequence[str] = (),
+    columns: Any = POLICY_COLUMNS,
+    **fields: Any,
+) -> PolicyRun:
+    """Build the run of a policy, which is evaluated on the way on some held-out prompts with the first seed.
 
-    Intervals are of the rewards of `curve`, changes since the file `before` of accuracy and of the rewards `recorded`.
-    `more` gets the iterations finished and the result, and adds metrics.
+    Of rewards there are intervals, and of accuracy and those `recorded` changes since before training; `more` gets the
+    iterations finished and the result, and adds metrics. `fields` are those of `PolicyRun`.
     """
+    evaluation, before = config.evaluation, output / "before.npz"
+    curve = evaluation.curve(optimized)
     numbers = evenly_spaced(range(len(heldout)), evaluation.prompts_on_the_way)
     records, rows = [heldout[number] for number in numbers], [number * len(evaluation.seeds) for number in numbers]
     start: list[HeldoutResult] = []
@@ -378,4 +379,8 @@ def on_the_way(
             **more(iteration, result),
         }
 
-    return evaluate
+    trainer = build_trainer(config, output, algorithm, evaluate, columns=columns)
+    for note in notes:
+        trainer.progress.note(note)
+    measuring: dict[str, Any] = {"measure": measure, "heldout": heldout, "curve": curve}
+    return PolicyRun(config=config, output=output, trainer=trainer, **measuring, **fields)

@@ -45,9 +45,9 @@ def plan_search(config: Any) -> dict[str, Any]:
 def run_with_found_rate(
     config: Any, output: Path, resume: bool = False, *, run: Callable[..., RunSummary]
 ) -> RunSummary:
-    """Find the learning rate of a job by short runs in its folder, then run it; `config.yaml` gets the rate.
+    """Find the learning rate by short runs from the same weights and seeds, then run the job with it.
 
-    All begin from the same weights with the same seeds. With `resume` those that have ended are not repeated.
+    `config.yaml` gets the rate. With `resume` the short runs that have ended are not repeated.
     """
     check_run_folder(output, resume=resume)
     saved = output / "config.yaml"

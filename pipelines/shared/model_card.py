@@ -88,8 +88,8 @@ def write_card(run: Path, *, license: str | None = None, repo: str | None = None
         code += f"\nimage = pipe({json.dumps(samples[0][0])}).images[0]"
     licence = (
         "No licence is stated: none was given (run.license, or visalign push --license), and no card of the base "
+        "model was found. Ask the owner before you use this model."
     )
-    licence += "model was found. Ask the owner before you use this model."
     if name := fields.get("license_name", fields.get("license")):
         licence = f"{name}, {'the licence of the base model' if stated is None else 'stated for this model'}."
     text = [

@@ -136,6 +136,24 @@ def no_loading_bars() -> Iterator[None]:
             log.enable_progress_bar()
 
 
+def load_classifier(kind: Any, folder: str, *, seed: int, hollow: bool, dtype: Any, **labels: Any) -> tuple[Any, Any]:
+    """Load a model of a transformers class, a new head by the seed, and its tokenizer; `hollow`: without weights."""
+    import torch
+    from transformers import AutoConfig, AutoTokenizer
+
+    from visalign.adapters.causal_lm.loading import from_pretrained
+    from visalign.rewards.weights.checkpoint_files import quiet_loading
+
+    with quiet_loading(), no_loading_bars(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        tokenizer = from_pretrained(AutoTokenizer, folder)
+        if not hollow:
+            return from_pretrained(kind, folder, **labels, dtype=dtype), tokenizer
+        with torch.device("meta"):
+            config = from_pretrained(AutoConfig, folder, **labels)
+            return kind.from_config(config, dtype=dtype, trust_remote_code=False), tokenizer
+
+
 def load_terms(terms: Mapping[str, RewardTerm], load: Callable[..., Any], device: str | None) -> dict[str, Any]:
     """Load the rewards of a section by label, on the run's device where their options name no other."""
     for label, term in terms.items():  # most judges read their weights at the first score, after the model was loaded

@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -67,12 +68,11 @@ def _stored_bytes(value: Any) -> int:
 
 def dtype_name(part: nn.Module, without: Collection[int] = ()) -> str:
     """Return the dtype that most of a part's parameters have, such as bfloat16."""
-    sizes: dict[str, int] = {}
+    sizes = Counter[str]()
     for value in part.parameters():
         if id(value) not in without:
-            name = str(value.dtype).removeprefix("torch.")
-            sizes[name] = sizes.get(name, 0) + value.numel()
-    return max(sizes, key=lambda name: sizes[name]) if sizes else "trained"
+            sizes[str(value.dtype).removeprefix("torch.")] += value.numel()
+    return sizes.most_common(1)[0][0] if sizes else "trained"
 
 
 TRAINED = "trained_weights float32_masters gradients adamw_moments averaged_weights reference_and_old_policy".split()
@@ -92,17 +92,14 @@ def trained_memory(trained: Sequence[Tensor], *, ema: bool, copies: int, optimiz
 def on_each_device(
     memory: Mapping[str, float], network: Collection[str], *, world: int, sharding: bool, spare: float = 0.0
 ) -> dict[str, float]:
-    """Compute the GB that each of `world` processes holds, by part; arguments as of `per_device`.
-
-    DDP holds everything, and the gradients once more in its buckets. FSDP2 holds a share of the network and
-    of its training state, and gathers the whole network while sampling.
-    """
+    """Compute the GB that each of `world` processes holds, by part; arguments as of `per_device`."""
     if world == 1:
         return dict(memory)
-    if not sharding:
+    if not sharding:  # DDP exchanges gradients in buckets of the same size
         return {**memory, "gradients_exchanged": memory["gradients"]}
     divided = {*network, *TRAINED}
     parts = {name: size / world if name in divided else size for name, size in memory.items()}
+    # FSDP2 gathers the whole network while sampling
     return parts | {"network_gathered": max(0.0, sum(memory[name] for name in network) - spare)}
 
 
@@ -118,10 +115,10 @@ def per_device(
     details: Mapping[str, float] | None = None,
     peak_share: float = PEAK_SHARE,
 ) -> dict[str, Any]:
-    """Compute a plan's groups of memory (see `on_each_device`) and hours on one device of each kind.
+    """Compute a plan's groups of memory and of hours of all `operations` on one device of each kind.
 
     `memory` are GB of the parts of a run in one process without rewards, `network` those of the trained network,
-    `details` parts of others; `spare` GB are free while sampling. `operations` are those of the whole run.
+    `details` parts of others; `spare` GB are free while sampling.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
     parts = on_each_device(memory, network, world=world, sharding=sharding, spare=spare)
@@ -140,13 +137,13 @@ def per_device(
 
 def judge_bytes(judges: Mapping[str, Any]) -> tuple[int, list[str]]:
     """Sum the bytes of the rewards' networks, each once, and name the rewards that load theirs later."""
-    networks, later = dict[int, nn.Module](), []
+    networks, later = set[nn.Module](), []
     for label, judge in judges.items():
-        loaded = {id(network): network for network in _networks(judge, set())}
+        loaded = {*_networks(judge, set())}
         networks |= loaded
         if not loaded and "device" in inspect.signature(type(judge)).parameters:
             later.append(f"the network of {label}")
-    return sum(map(weight_bytes, networks.values())), later
+    return sum(map(weight_bytes, networks)), later
 
 
 def _networks(value: Any, visited: set[int]) -> Iterator[nn.Module]:
@@ -161,27 +158,22 @@ def _networks(value: Any, visited: set[int]) -> Iterator[nn.Module]:
             yield from _networks(entry, visited)
 
 
-def training_memory(network: Any, optimizer: AdamWSettings) -> dict[str, float]:
-    """Compute the GB of a network, its gradients and its optimizer, by part."""
+def training_memory(network: Any, optimizer: AdamWSettings) -> tuple[dict[str, float], list[str]]:
+    """Compute the GB of a network, its gradients and its optimizer, by part; and name the parts that are weights."""
     trained = [weight for weight in network.parameters() if weight.requires_grad]
-    trained_ids = {id(weight) for weight in trained}
-    memory: dict[str, float] = {}
-    if any(not weight.requires_grad for weight in network.parameters()):
-        name = f"frozen_weights, {dtype_name(network, trained_ids)}"
-        memory[name] = weight_bytes(network, trained_ids) / GB
-    memory |= trained_memory(trained, ema=bool(optimizer.ema_decay), copies=0, optimizer=optimizer.name)
+    memory = trained_memory(trained, ema=bool(optimizer.ema_decay), copies=0, optimizer=optimizer.name)
     del memory["reference_and_old_policy"]
-    return memory
+    if all(weight.requires_grad for weight in network.parameters()):
+        return memory, ["trained_weights"]
+    trained_ids = {id(weight) for weight in trained}
+    name = f"frozen_weights, {dtype_name(network, trained_ids)}"
+    return {name: weight_bytes(network, trained_ids) / GB, **memory}, [name, "trained_weights"]
 
 
 def estimate_fit(model: Any, config: Any, *, rows: int, longest: int, texts: float, frozen: bool) -> dict[str, Any]:
-    """Compute memory and hours of training a classifier on `texts` texts, each as long as the longest, in groups.
-
-    `rows` texts go through the network together; a frozen trunk has no backward pass.
-    """
+    """Compute memory and hours of training a classifier, `rows` of all `texts` at once, as long as the longest."""
     activations, flops = trace_forward(model, rows, longest)
-    memory = training_memory(model, config.optimizer)
-    network = [name for name in memory if name.startswith("frozen_weights") or name == "trained_weights"]
+    memory, network = training_memory(model, config.optimizer)
     memory["activations_of_an_update"] = activations / GB
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return {
@@ -190,7 +182,7 @@ def estimate_fit(model: Any, config: Any, *, rows: int, longest: int, texts: flo
             memory,
             network,
             {},
-            (1 if frozen else 3) * flops * texts,
+            (1 if frozen else 3) * flops * texts,  # a frozen trunk has no backward pass
             sharding=config.run.sharding,
             not_counted="kernels' workspaces, the allocator's gaps, the optimizer's temporary values",
         ),

@@ -57,8 +57,7 @@ def footprint(config: TextConfig, inputs: TextInputs) -> dict[str, Any]:
         activations, flops = trace_forward(network, micro_batch, length, model.gradient_checkpointing)
     flops += 2 * network.get_output_embeddings().weight.numel() * rollout.max_new_tokens  # no head on prompts
     logits = 4 * rows * network.config.vocab_size  # float32
-    memory = training_memory(network, config.optimizer)
-    weights = [name for name in memory if name.startswith("frozen_weights") or name == "trained_weights"]
+    memory, weights = training_memory(network, config.optimizer)
     has_reference = needs_reference(objective)
     memory["reference"] = 0.0 if model.lora and not model.lora_path else has_reference * memory["trained_weights"]
     if model.value == "separate":

@@ -12,7 +12,7 @@ from typing import Any
 from visalign.data.assets import resolve_model
 from visalign.evaluation import HeldoutResult
 from visalign.evaluation.heldout.text import evaluate_text
-from visalign.pipelines.shared.job import PolicyRun, build_trainer, on_the_way, result_folder, run_job
+from visalign.pipelines.shared.job import PolicyRun, policy_run, result_folder, run_job
 from visalign.pipelines.shared.parts import Records, build_accelerator, ends_by, evenly_spaced, name_key, spread
 from visalign.pipelines.shared.run_folder import fingerprint
 from visalign.training.loop.progress import POLICY_COLUMNS, SUPERVISED_COLUMNS
@@ -91,11 +91,7 @@ def text_run(
     summary: Callable[[Any], Mapping[str, Any]] = lambda _: {},
     more_metrics: Callable[[], Mapping[str, float]] = dict,
 ) -> PolicyRun:
-    """Build the run of a text policy.
-
-    `method` stands in the report's title, `summary` adds entries made of the counters, and `more_metrics` are
-    added to each evaluation during training.
-    """
+    """Build the run of a text policy; `method` is for its title, `summary` makes more entries of the counters."""
     generation = config.generation
     generator = with_tool(generation, policy, policy, inputs.heldout)
 
@@ -114,27 +110,22 @@ def text_run(
 
         return spread(algorithm.accelerator, len(records), evaluate_part)
 
-    evaluation, before = config.evaluation, output / "before.npz"
-    recorded, optimized = [], []
-    if isinstance(config, TextConfig):
-        recorded, optimized = config.rewards.recorded, config.rewards.optimized
-    curve = evaluation.curve(optimized)
-    evaluate = on_the_way(evaluation, measure, inputs.heldout, before, recorded, curve, lambda *_: more_metrics())
-    columns = SUPERVISED_COLUMNS if isinstance(config, SupervisedConfig) else POLICY_COLUMNS
-    trainer = build_trainer(config, output, algorithm, evaluate, columns=columns)
-    for note in retokenized(inputs.rewards, policy.tokenizer):
-        trainer.progress.note(note)
-    return PolicyRun(
-        config=config,
-        output=output,
-        trainer=trainer,
+    reinforced = isinstance(config, TextConfig)
+    return policy_run(
+        config,
+        output,
+        algorithm,
+        measure=measure,
+        heldout=inputs.heldout,
+        more=lambda *_: more_metrics(),
+        notes=retokenized(inputs.rewards, policy.tokenizer),
+        recorded=config.rewards.recorded if reinforced else (),
+        optimized=config.rewards.optimized if reinforced else (),
+        columns=POLICY_COLUMNS if reinforced else SUPERVISED_COLUMNS,
         fingerprints={key: fingerprint(source) for key, source in inputs.sources.items()},
         title=f"{method} on {config.model.path}",
         policy=policy,
-        measure=measure,
-        heldout=inputs.heldout,
         samples="completions",
-        curve=curve,
         load_code=load_code(config, output, takes_images=policy.processor is not None),
         counts=lambda c: {**summary(c), "samples": c.samples, "tokens": c.tokens},
         heldout_trained_on=inputs.heldout_trained_on,

@@ -30,7 +30,7 @@ from visalign.data.sets.hub_datasets import find_table
 from visalign.data.sets.tables import read_rows
 from visalign.errors import UserError
 from visalign.pipelines.shared.job import JUDGE, JudgeRun, build_trainer, run_job
-from visalign.pipelines.shared.parts import build_accelerator, ends_by, name_key, no_loading_bars
+from visalign.pipelines.shared.parts import build_accelerator, ends_by, load_classifier, name_key, no_loading_bars
 from visalign.pipelines.shared.plan import estimate_fit
 from visalign.pipelines.shared.run_folder import fingerprint
 from visalign.pipelines.shared.sections import ConvexDAConfig, Dtype, PolicyRunConfig
@@ -241,21 +241,14 @@ def _check_probability(number: int, record: Mapping[str, Any]) -> None:
 
 def _load(config: TextProcessConfig, *, hollow: bool = False) -> tuple[Any, Any]:
     """Load the classifier, partly frozen, and its tokenizer; `hollow`: without weights."""
-    from visalign.rewards.weights.checkpoint_files import quiet_loading
-
-    folder, dtype = str(resolve_model(config.model.path)), getattr(torch, config.model.dtype)
-    labels = 1 if config.learns == "outcomes" else 2
-    with quiet_loading(), no_loading_bars(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        if hollow:
-            settings = from_pretrained(AutoConfig, folder, num_labels=labels)
-            with torch.device("meta"):
-                model: Any = AutoModelForTokenClassification.from_config(
-                    settings, dtype=dtype, trust_remote_code=False
-                )
-        else:
-            model = from_pretrained(AutoModelForTokenClassification, folder, num_labels=labels, dtype=dtype)
-        tokenizer = from_pretrained(AutoTokenizer, folder)
+    model, tokenizer = load_classifier(
+        AutoModelForTokenClassification,
+        str(resolve_model(config.model.path)),
+        seed=config.seed,
+        hollow=hollow,
+        dtype=getattr(torch, config.model.dtype),
+        num_labels=1 if config.learns == "outcomes" else 2,
+    )
     for name, parameter in model.named_parameters():
         in_head = not name.startswith(model.base_model_prefix + ".")
         parameter.requires_grad_(config.model.train == "full" or in_head)

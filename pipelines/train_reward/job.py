@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from visalign.data.assets import resolve_model
 from visalign.data.sets.trained_images import write_trained_images
@@ -17,13 +17,6 @@ from visalign.rewards.catalogue import CATALOGUE
 from .config import JUDGE_KINDS, TrainRewardConfig
 from .examples import ExampleBatches, Examples
 from .inputs import prepare_reward
-
-if TYPE_CHECKING:
-    import torch
-
-    from .judges import TrainedJudge
-
-__all__ = ["JUDGE", "TrainRewardConfig", "plan", "run"]
 
 MEANING = {
     "accuracy": "pairs on the right side, where the truth is clear",
@@ -89,12 +82,7 @@ def _build(config: TrainRewardConfig, output: Path) -> JudgeRun:
         measure=measure,
         heldout=0 if heldout is None else len(heldout),
         save=partial(_save, judge, inputs.train, config.model.path),
-        counts=lambda result: {
-            "examples": result.counters.samples,
-            "epochs": result.counters.samples / count,
-            "trainable_parameters": sum(p.numel() for _, p in trainer.weights.named),
-        },
-        notes=judge.card_notes,
+        counts=lambda result: example_counts(result, trainer, count),
         card=lambda summary, notes: reward_card(config, summary, count, notes),
         next_command=next_command,
     )
@@ -103,13 +91,20 @@ def _build(config: TrainRewardConfig, output: Path) -> JudgeRun:
 run = partial(run_job, build=_build)
 
 
-def _save(judge: TrainedJudge, train: Examples, base: str, folder: Path) -> None:
-    """Write the judge and, for its evaluation, the fingerprints of the images from files that it learnt from."""
+def example_counts(result: Any, trainer: Any, examples: int) -> dict[str, Any]:
+    """Count examples read, epochs over the set of `examples`, and trained parameters, for the summary of a run."""
+    read, trained = result.counters.samples, sum(p.numel() for _, p in trainer.weights.named)
+    return {"examples": read, "epochs": read / examples, "trainable_parameters": trained}
+
+
+def _save(judge: Any, train: Examples, base: str, folder: Path) -> list[str]:
+    """Write the judge with, for its evaluation, the prints of its training images; return lines for its card."""
     judge.save(folder)
     write_trained_images(folder, (image for row in train.rows for image in row.images), base=resolve_model(base))
+    return judge.card_notes()
 
 
-def build_judge(config: TrainRewardConfig, device: torch.device) -> TrainedJudge:
+def build_judge(config: TrainRewardConfig, device: Any) -> Any:
     """Load the judge on its device, ready to train."""
     from .checklist_judge import ChecklistJudge
     from .clip_judges import HpJudge, IctJudge
@@ -122,7 +117,7 @@ def build_judge(config: TrainRewardConfig, device: torch.device) -> TrainedJudge
 
 def reward_card(config: TrainRewardConfig, summary: Mapping[str, Any], examples: int, notes: list[str]) -> str:
     """Write the text of README.md: data, steps, time, held-out numbers as measured."""
-    model, data, after = config.model, config.data, summary["after"]
+    model, data = config.model, config.data
     labels = ""
     if model.kind == "ict":
         labels = f", labels: cosines of `{model.path}` truncated at {data.theta:g}"
@@ -130,30 +125,47 @@ def reward_card(config: TrainRewardConfig, summary: Mapping[str, Any], examples:
         labels = f", labels: {data.labels}, pairs that differ in {', '.join(config.pair_kinds('train'))}"
     reward = JUDGE_KINDS[model.kind].reward
     reader = f"{CATALOGUE['deepseek_grm']}` as `meta" if reward is None else str(CATALOGUE[reward])
-    trained_part = model.train + "".join(f" but `{name}`" for name in model.frozen)
-    quality = quality_section(summary, f"`{data.heldout}`")
-    training = f"""# A reward of kind {model.kind}
+    return card_text(
+        config,
+        summary,
+        title=f"A reward of kind {model.kind}",
+        trained=model.train + "".join(f" but `{name}`" for name in model.frozen),
+        reader=f"read by `{reader.replace(':', '.')}`",
+        data=f"{examples:,} examples{labels}",
+        heldout=str(data.heldout),
+        notes=notes,
+    )
 
-Trained from `{model.path}` ({trained_part}, {summary["trainable_parameters"]:,} parameters moved); read by \
-`{reader.replace(":", ".")}`.
+
+def card_text(
+    config: Any,
+    summary: Mapping[str, Any],
+    *,
+    title: str,
+    trained: str,
+    reader: str,
+    data: str,
+    heldout: str,
+    noun: str = "examples",
+    notes: Sequence[str] = (),
+) -> str:
+    """Write the text of a trained reward's README.md; `noun` is that of the elements of a batch."""
+    training = f"""# {title}
+
+Trained from `{config.model.path}` ({trained}, {summary["trainable_parameters"]:,} parameters moved); {reader}.
 
 ## Training
 
-- Data: `{data.train}`, {examples:,} examples{labels}; {summary["examples"]:,} read ({summary["epochs"]:.2f} epochs).
-- Loss: {config.objective.task}; {summary["updates"]} updates of {data.batch} examples.
+- Data: `{config.data.train}`, {data}; {summary["examples"]:,} {noun} read ({summary["epochs"]:.2f} epochs).
+- Loss: {config.objective.task}; {summary["updates"]} updates of {config.data.batch} {noun}.
 - {summary["training_seconds"]:.0f} s of training, the evaluations on the way included.
 - Made by `visalign train-reward`; the run's config.yaml holds every setting.
 """
-    return "\n".join([training, *([quality] if after else []), *notes])
-
-
-def quality_section(summary: Mapping[str, Any], heldout: str) -> str:
-    """Write the section of a card with the held-out numbers before and after."""
     cells = [(MEANING.get(name, name), summary["before"].get(name), value) for name, value in summary["after"].items()]
     rows = [f"| {meaning} | {_number(before)} | {_number(value)} |" for meaning, before, value in cells]
-    return f"""## How good it is
+    quality = f"""## How good it is
 
-On held-out examples of {heldout} (no prompt in common with the training data):
+On held-out examples of `{heldout}` (no prompt in common with the training data):
 
 | measure | before | after |
 |---|---|---|
@@ -161,6 +173,7 @@ On held-out examples of {heldout} (no prompt in common with the training data):
 
 The first column was measured on the first examples alone while the reward was untrained.
 """
+    return "\n".join([training, *([quality] if cells else []), *notes])
 
 
 def _number(value: Any) -> str:

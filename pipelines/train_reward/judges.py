@@ -122,13 +122,12 @@ class SeeingJudge(TrainedJudge):
         targets = LANGUAGE if lora.target_modules is None else list(lora.target_modules)
         alpha: Any = lora.alpha  # peft divides by the rank; fractions are fine
         try:
-            model.add_adapter(LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0))
+            model.add_adapter(LoraConfig(r=lora.rank, lora_alpha=alpha, target_modules=targets))
         except ValueError as error:
             remedy = "Name linear layers in model.lora.target_modules, or leave it out."
             raise UserError(f"model.lora cannot be added to {settings.path!r}: {error} {remedy}") from error
         if isinstance(settings, AnswerModel) and settings.lora_path is not None:
-            names = {name: name.removesuffix(".default.weight") for name, _ in trainable(model)}
-            by_name = {names[name]: value.data for name, value in trainable(model)}
+            by_name = {name.removesuffix(".default.weight"): value.data for name, value in trainable(model)}
             for name, value in read_adapters("model.lora_path", settings.lora_path, by_name).items():
                 by_name[name].copy_(value)
         if settings.diversity is not None:
@@ -172,13 +171,10 @@ class OtherMembers:
     """Nuclear diversity of the trained LoRA matrices and those of earlier members, folders of trained judges."""
 
     def __init__(self, folders: Sequence[str], trained: Mapping[str, Tensor]) -> None:
-        self.trained = {
-            name.removesuffix(".default.weight"): value for name, value in trained.items() if ".lora_" in name
-        }
-        self.members: list[dict[str, Tensor]] = []
-        self.members += [
-            read_adapters("model.diversity.others", folder, self.trained, ranks_differ=True) for folder in folders
-        ]
+        matrices = {name: value for name, value in trained.items() if ".lora_" in name}
+        self.trained = {name.removesuffix(".default.weight"): value for name, value in matrices.items()}
+        key = "model.diversity.others"
+        self.members = [read_adapters(key, folder, self.trained, ranks_differ=True) for folder in folders]
 
     def diversity(self) -> Tensor:
         """Mean over the matrices A and B of all layers."""

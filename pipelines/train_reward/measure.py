@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -22,6 +24,20 @@ from .examples import Examples
 ON_THE_WAY = 400  # Held-out examples of the evaluations on the way; the last one takes all
 
 
+def read_batches(
+    judge: Any, examples: Any, size: int, processes: tuple[int, int], *, final: bool, read: Callable[[Any], Any]
+) -> list[Any]:
+    """Read held-out batches, all (`final`) or the first `ON_THE_WAY`, shared by `processes` (number, count)."""
+    count = len(examples) if final else min(len(examples), ON_THE_WAY)
+    results = []
+    for start in range(processes[0] * size, count, processes[1] * size):
+        numbers = range(start, min(start + size, count))
+        results.append((start, read(judge.encode([examples[number] for number in numbers], heldout=True))))
+    if processes[1] > 1:
+        results = gather_object(results)
+    return [value for _, value in sorted(results, key=itemgetter(0))]
+
+
 @dataclass(frozen=True)
 class Measure:
     """Measures a judge with the weights that it has; `processes` (number, count) share the examples."""
@@ -35,26 +51,14 @@ class Measure:
         """Compute the numbers on all held-out examples (`final`) or the first `ON_THE_WAY`; all processes call it."""
         if self.heldout is None:
             return {}
-        examples = self.heldout
-        count = len(examples) if final else min(len(examples), ON_THE_WAY)
         task = TASKS[self.config.objective.task]
-        size, (process, processes) = self.config.evaluation.batch, self.processes
-        is_pairs = task.labels in ("pairs", "triples")
-        if not is_pairs:
-            self.judge.train(False)
-        results = []
-        for start in range(process * size, count, processes * size):
-            numbers = range(start, min(start + size, count))
-            batch = self.judge.encode([examples[number] for number in numbers], heldout=True)
-            results.append(
-                (start, score_pairs(self.judge, [batch], task) if is_pairs else self._outputs(batch, task.labels))
-            )
-        if processes > 1:
-            results = gather_object(results)
-        values: list[Any] = [value for _, value in sorted(results, key=lambda pair: pair[0])]
-        if is_pairs:
-            pairs = concatenate_pairs(values)
+        reading = self.judge, self.heldout, self.config.evaluation.batch, self.processes
+        if task.labels in ("pairs", "triples"):
+            scored = read_batches(*reading, final=final, read=lambda batch: score_pairs(self.judge, [batch], task))
+            pairs = concatenate_pairs(scored)
             return {**pair_measures(pairs), **(accuracy_interval(pairs) if final else {})}
+        self.judge.train(False)
+        values = read_batches(*reading, final=final, read=lambda batch: self._outputs(batch, task.labels))
         if task.labels == "faults":
             score, heat = (torch.cat(part, 1) for part in zip(*values, strict=True))
             return {**rating_measures(*score), "heat_auroc": auroc(heat[0], heat[1] >= 0.5)}

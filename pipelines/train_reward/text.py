@@ -8,14 +8,13 @@ reward `reward_model` read it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-from accelerate.utils import gather_object
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
@@ -39,8 +38,10 @@ from visalign.training.reward.settings import (
 )
 from visalign.training.reward.tasks import TASKS
 
+from .config import RewardEvaluationConfig
 from .examples import ExampleBatches
-from .measure import ON_THE_WAY, accuracy_interval, rating_measures
+from .job import card_text, example_counts
+from .measure import accuracy_interval, rating_measures, read_batches
 from .text_network import RewardNetwork, load_network
 from .text_records import RankedTexts, length_balanced, longer_share, read_rankings, tokenize
 
@@ -103,16 +104,6 @@ class RankingDataConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class RewardEvaluationConfig:
-    """Held-out evaluation."""
-
-    every: Natural = 5
-    """Iterations between two evaluations; 0: only before and after."""
-    batch: Count = 32
-    """Prompts that go through the network together."""
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
 class TextRewardConfig:
     """Train a reward model for texts on pairs, rankings or scores of completions."""
 
@@ -133,8 +124,8 @@ class TextRewardConfig:
         default_factory=lambda: AdamWSettings(lr=1e-5, eps=1e-8, weight_decay=0.0, updates_per_iteration=10)
     )
     """Optimizer."""
-    evaluation: RewardEvaluationConfig = field(default_factory=RewardEvaluationConfig)
-    """Held-out evaluation."""
+    evaluation: RewardEvaluationConfig = field(default_factory=lambda: RewardEvaluationConfig(batch=32))
+    """Held-out evaluation, in batches of prompts."""
     run: PolicyRunConfig = field(default_factory=lambda: PolicyRunConfig(iterations=100_000))
     """Length, checkpoints, machine; the run ends with run.iterations or data.epochs, whichever comes first."""
 
@@ -177,12 +168,8 @@ def _length(config: TextRewardConfig, prompts: int) -> tuple[int, int]:
 def _read(config: TextRewardConfig, tokenizer: Any, limit: int) -> tuple[list[RankedTexts], list[RankedTexts], Any]:
     """Read and tokenize the trained and held-out records; return them with reason -> count of what is left out."""
     trained, measured, left_out = read_rankings(config)
-    options: dict[str, Any] = {
-        "limit": limit,
-        "drop": config.data.too_long == "drop",
-        "compares": config.compares,
-        "left_out": left_out,
-    }
+    drop = config.data.too_long == "drop"
+    options: dict[str, Any] = {"limit": limit, "drop": drop, "compares": config.compares, "left_out": left_out}
     with name_key("data.train"):
         texts = tokenize(trained, tokenizer, **options)
     if config.data.length_balanced:
@@ -199,11 +186,10 @@ def _build(config: TextRewardConfig, output: Path) -> JudgeRun:
     network = RewardNetwork(config, accelerator.device)
     examples, heldout, left_out = _read(config, network.tokenizer, network.limit)
     updates, iterations = _length(config, len(examples))
-    texts: Any = examples
-    encode: Any = network.encode
+    reading: Any = {"examples": examples, "encode": network.encode}
     algorithm = RewardModeling(
         network,
-        ExampleBatches(examples=texts, encode=encode, size=data.batch, micro=data.micro_batch, seed=config.seed),
+        ExampleBatches(**reading, size=data.batch, micro=data.micro_batch, seed=config.seed),
         objective=config.objective,
         accelerator=accelerator,
         seed=config.seed,
@@ -211,7 +197,7 @@ def _build(config: TextRewardConfig, output: Path) -> JudgeRun:
         sharding=config.run.sharding,
     )
     algorithm.updates = updates
-    measure = _measure(config, network, heldout, (accelerator.process_index, accelerator.num_processes))
+    measure = partial(_measure, config, network, heldout, (accelerator.process_index, accelerator.num_processes))
     ending = replace(config, run=replace(config.run, iterations=iterations))
     trainer = build_trainer(ending, output, algorithm, lambda _: measure(), columns=SUPERVISED_COLUMNS)
     if config.compares:
@@ -228,13 +214,11 @@ def _build(config: TextRewardConfig, output: Path) -> JudgeRun:
         heldout=len(heldout),
         save=network.save,
         counts=lambda result: {
-            "examples": result.counters.samples,
-            "epochs": result.counters.samples / len(examples),
+            **example_counts(result, trainer, len(examples)),
             "pairs": sum(len(text.pairs) for text in examples),
             "left_out": left_out,
-            "trainable_parameters": sum(p.numel() for _, p in trainer.weights.named),
         },
-        card=lambda summary, notes: _card(config, summary, network.names),
+        card=lambda summary, _: _card(config, summary, network.names),
         next_command=["visalign", "train", "text_grpo", f"rewards.terms={terms}"],
     )
 
@@ -242,56 +226,48 @@ def _build(config: TextRewardConfig, output: Path) -> JudgeRun:
 run = partial(run_job, build=_build)
 
 
+@torch.no_grad()
 def _measure(
-    config: TextRewardConfig, network: RewardNetwork, heldout: Sequence[RankedTexts], processes: tuple[int, int]
-) -> Callable[..., dict[str, float]]:
-    """Return the function that measures the network on held-out texts, all (final) or the first ones."""
-    task, (process, count_of) = TASKS[config.objective.task], processes
+    config: TextRewardConfig,
+    network: RewardNetwork,
+    heldout: Sequence[RankedTexts],
+    processes: tuple[int, int],
+    *,
+    final: bool = False,
+) -> dict[str, float]:
+    """Measure the network on held-out texts, all (final) or the first ones."""
+    if not heldout:
+        return {}
+    task = TASKS[config.objective.task]
+    network.train(False)
 
-    @torch.no_grad()
-    def measure(*, final: bool = False) -> dict[str, float]:
-        if not heldout:
-            return {}
-        network.train(False)
-        size, parts = config.evaluation.batch, []
-        count = len(heldout) if final else min(len(heldout), ON_THE_WAY)
-        for start in range(process * size, count, count_of * size):
-            batch = network.encode(heldout[start : min(start + size, count)], heldout=True)
-            outputs, length = network(batch.inputs), batch.inputs["attention_mask"].sum(1)
-            shorter = length[batch.left] < length[batch.right]
-            parts.append(
-                (start, score_batch(outputs, batch, task), shorter, outputs["value"].cpu().double(), batch.target)
-            )
-        parts = sorted(gather_object(parts) if count_of > 1 else parts, key=lambda part: part[0])
-        pairs = concatenate_pairs([part[1] for part in parts])
-        shorter, value, target = (torch.cat([part[n] for part in parts]) for n in (2, 3, 4))
-        wins = (pairs.difference[shorter].sign() + 1) / 2
-        measures = {**pair_measures(pairs), **accuracy_interval(pairs)}
-        measures["accuracy_shorter"] = float(wins.mean()) if len(wins) else math.nan
-        return measures if config.compares else {**measures, **rating_measures(value, target.double())}
+    def read(batch: Any) -> tuple[Any, ...]:
+        outputs, length = network(batch.inputs), batch.inputs["attention_mask"].sum(1)
+        shorter = length[batch.left] < length[batch.right]
+        return score_batch(outputs, batch, task), shorter, outputs["value"].cpu().double(), batch.target
 
-    return measure
+    parts = read_batches(network, heldout, config.evaluation.batch, processes, final=final, read=read)
+    scored, *columns = zip(*parts, strict=True)
+    pairs, (shorter, value, target) = concatenate_pairs(scored), map(torch.cat, columns)
+    wins = (pairs.difference[shorter].sign() + 1) / 2
+    measures = {**pair_measures(pairs), **accuracy_interval(pairs)}
+    measures["accuracy_shorter"] = float(wins.mean()) if len(wins) else math.nan
+    return measures if config.compares else {**measures, **rating_measures(value, target.double())}
 
 
 def _card(config: TextRewardConfig, summary: Mapping[str, Any], names: Sequence[str]) -> str:
     """Write the text of README.md: data, loss, held-out numbers as measured."""
-    from .job import quality_section
-
-    data, after = config.data, summary["after"]
-    reading = "The output is the score." if len(names) == 1 else f"The outputs are {', '.join(names)}."
-    training = f"""# A reward for texts
-
-Trained from `{config.model.path}` ({config.model.train}, {summary["trainable_parameters"]:,} parameters moved). \
-`AutoModelForSequenceClassification` loads it, and the reward `reward_model` reads it. {reading}
-
-## Training
-
-- Data: `{data.train}`, {summary["pairs"]:,} pairs; {summary["examples"]:,} prompts read ({summary["epochs"]:.2f}×).
-- Loss: {config.objective.task}; {summary["updates"]} updates of {data.batch} prompts.
-- Made by `visalign train-reward`; the run's config.yaml holds every setting.
-"""
-    source = f"`{data.heldout}`" if isinstance(data.heldout, str) else f"`{data.train}`"
-    return "\n".join([training, *([quality_section(summary, source)] if after else [])])
+    data, output = config.data, "The output is the score" if len(names) == 1 else f"The outputs are {', '.join(names)}"
+    return card_text(
+        config,
+        summary,
+        title="A reward for texts",
+        trained=config.model.train,
+        reader=f"loaded by `AutoModelForSequenceClassification`, and read by the reward `reward_model`. {output}",
+        data=f"{summary['pairs']:,} pairs",
+        heldout=data.heldout if isinstance(data.heldout, str) else data.train,
+        noun="prompts",
+    )
 
 
 def plan(config: TextRewardConfig) -> dict[str, Any]:

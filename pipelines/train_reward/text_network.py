@@ -12,19 +12,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from visalign.core.preference.uncertainty import soft_clamp
 from visalign.data.assets import resolve_model
 from visalign.errors import UserError
-from visalign.pipelines.shared.parts import no_loading_bars
+from visalign.pipelines.shared.parts import load_classifier, no_loading_bars
 from visalign.rewards.text.classifier import longest_text
 from visalign.rewards.text.reward_model import MEAN_AND_STD, MEMBER
-from visalign.rewards.weights.checkpoint_files import quiet_loading
 from visalign.training.reward.batch import Outputs, RewardBatch
 
+from .judges import TrainedJudge
 from .text_records import RankedTexts
 
 
@@ -39,7 +39,7 @@ def output_names(config: Any) -> list[str]:
 def load_network(config: Any, device: torch.device | str) -> tuple[Any, Any]:
     """Load the classifier with a new or its own head, partly frozen, and its tokenizer; "meta" loads no weights."""
     from visalign.adapters.causal_lm.loading import from_pretrained
-    from visalign.adapters.causal_lm.lora import add_text_lora, text_lora
+    from visalign.adapters.causal_lm.lora import ALL_LINEAR, add_text_lora, text_lora
 
     settings, names = config.model, output_names(config)
     folder, device = str(resolve_model(settings.path)), torch.device(device)
@@ -53,33 +53,30 @@ def load_network(config: Any, device: torch.device | str) -> tuple[Any, Any]:
         )
     # steps of AdamW are below the resolution of bfloat16 weights
     dtype = "bfloat16" if device.type == "cuda" and settings.train != "full" else "float32"
-    options: dict[str, Any] = {"dtype": getattr(torch, dtype if settings.dtype == "auto" else settings.dtype)}
-    labels = {"num_labels": len(names), "problem_type": "regression" if len(names) == 1 else None}
-    with quiet_loading(), no_loading_bars(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        tokenizer: Any = from_pretrained(AutoTokenizer, folder)
-        if device.type == "meta":
-            loaded: Any = from_pretrained(AutoConfig, folder, **labels)
-            with device:
-                model: Any = AutoModelForSequenceClassification.from_config(loaded, **options, trust_remote_code=False)
-        else:
-            model = from_pretrained(AutoModelForSequenceClassification, folder, **labels, **options)
+    model, tokenizer = load_classifier(
+        AutoModelForSequenceClassification,
+        folder,
+        seed=config.seed,
+        hollow=device.type == "meta",
+        dtype=getattr(torch, dtype if settings.dtype == "auto" else settings.dtype),
+        num_labels=len(names),
+        problem_type="regression" if len(names) == 1 else None,
+    )
     if tokenizer.pad_token is None:  # as TRL does; the head reads the last token that is not this one
         tokenizer.pad_token = tokenizer.eos_token
     model.config.pad_token_id = tokenizer.pad_token_id
     model.config.id2label = dict(enumerate(names))
     model.config.label2id = {name: index for index, name in enumerate(names)}
     if settings.train == "lora":
-        targets = settings.lora.target_modules or ("all-linear",)
-        lora = text_lora(
-            rank=settings.lora.rank, alpha=settings.lora.alpha, target_modules=(*targets,), seed=config.seed
-        )
-        add_text_lora(model, lora, model.base_model)
+        lora, targets = settings.lora, tuple(settings.lora.target_modules or (ALL_LINEAR,))
+        adapters = text_lora(rank=lora.rank, alpha=lora.alpha, target_modules=targets, seed=config.seed)
+        add_text_lora(model, adapters, model.base_model)
     else:
         model.base_model.requires_grad_(settings.train == "full")
-    for head in head_modules(model):  # its sums and differences of scores need float32
-        head.float().requires_grad_(True)
-        head.forward = partial(_in_float32, head.forward)
+    for name, head in model.named_children():
+        if name != model.base_model_prefix and next(head.parameters(), None) is not None:
+            head.float().requires_grad_(True)  # its sums and differences of scores need float32
+            head.forward = partial(_in_float32, head.forward)
     if settings.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.to(device), tokenizer
@@ -90,14 +87,8 @@ def _in_float32(forward: Callable[..., Tensor], states: Tensor, *others: Any) ->
         return forward(states.float(), *others)
 
 
-def head_modules(model: Any) -> list[nn.Module]:
-    """Return the modules behind the trunk that have weights."""
-    behind = [module for name, module in model.named_children() if name != model.base_model_prefix]
-    return [module for module in behind if next(module.parameters(), None) is not None]
-
-
-class RewardNetwork:
-    """Trained classifier with its tokenizer; a `TrainableJudge`.
+class RewardNetwork(TrainedJudge):
+    """Trained classifier with its tokenizer.
 
     The rows of a batch are the completions of its examples. With several heads the rows of each follow one another
     in training, and each example has a random weight for each head (the Bayesian bootstrap: Exponential(1), a
@@ -112,14 +103,6 @@ class RewardNetwork:
         self.compute_dtype: torch.dtype = self.module.base_model.dtype
         if config.model.dtype == "auto" and device.type == "cuda":
             self.compute_dtype = torch.bfloat16
-
-    def trainable_parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
-        """Return names and parameters that are trained."""
-        return [(name, weight) for name, weight in self.module.named_parameters() if weight.requires_grad]
-
-    def train(self, mode: bool = True) -> None:
-        """Set dropout on or off."""
-        self.module.train(mode)
 
     def encode(self, examples: Sequence[RankedTexts], *, heldout: bool = False) -> RewardBatch:
         """Encode examples with their labels; each weighs 1, shared by its pairs (InstructGPT, arXiv 2203.02155)."""

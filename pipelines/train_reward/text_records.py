@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -115,8 +115,9 @@ def tokenize(
                     f"the completion {excerpt(completion)} with its prompt has {len(tokens)} tokens; the model reads "
                     f"at most {limit}. Shorten it; data.too_long=drop leaves such completions out."
                 )
-            counts["too_long"] += len(tokens) > limit
-            if len(tokens) <= limit:
+            if len(tokens) > limit:
+                counts["too_long"] += 1
+            else:
                 ids.append(tokens)
                 scores.append(score)
         pairs = [(i, j) for i, left in enumerate(scores) for j, right in enumerate(scores) if left > right]
@@ -125,9 +126,7 @@ def tokenize(
             texts.append(RankedTexts(number=number, ids=(*ids,), scores=(*scores,), pairs=(*pairs,), margin=margin))
         elif len(ids) == len(record["completions"]):
             counts["ties"] += 1
-    for reason, count in counts.items():
-        if count:
-            left_out[reason] = left_out.get(reason, 0) + count
+    left_out |= Counter(left_out) + counts
     if not texts:
         raise UserError(f"no record is left: left out {left_out}. Give shorter texts, or a model that reads longer.")
     return texts
@@ -135,13 +134,13 @@ def tokenize(
 
 def longer_share(texts: Sequence[RankedTexts]) -> float:
     """Compute the share of the pairs whose better completion is the longer one, equal lengths half."""
-    leads = [np.sign(lead) for text in texts for lead in map(_lead_of(text), text.pairs)]
+    leads = [np.sign(lead) for text in texts for lead in _leads(text)]
     return float(np.mean(leads) + 1) / 2 if leads else float("nan")
 
 
-def _lead_of(text: RankedTexts) -> Callable[[tuple[int, int]], int]:
-    """Return the function of a pair that gives the lead in tokens of its better completion."""
-    return lambda pair: len(text.ids[pair[0]]) - len(text.ids[pair[1]])
+def _leads(text: RankedTexts) -> list[int]:
+    """List the leads in tokens of the better completion of each pair."""
+    return [len(text.ids[better]) - len(text.ids[worse]) for better, worse in text.pairs]
 
 
 def length_balanced(texts: Sequence[RankedTexts], seed: int) -> list[RankedTexts]:
@@ -150,7 +149,7 @@ def length_balanced(texts: Sequence[RankedTexts], seed: int) -> list[RankedTexts
     Within each of `BINS` bins of the absolute difference in length, equally full, the surplus of either kind goes;
     pairs of equal length stay.
     """
-    leads = [(lead, i, pair) for i, text in enumerate(texts) for pair in text.pairs for lead in [_lead_of(text)(pair)]]
+    leads = [(lead, i, pair) for i, t in enumerate(texts) for lead, pair in zip(_leads(t), t.pairs, strict=True)]
     unequal = sorted((entry for entry in leads if entry[0]), key=lambda entry: abs(entry[0]))
     rng, chosen = np.random.default_rng([seed, 63]), {(i, pair) for lead, i, pair in leads if not lead}
     for part in np.array_split(np.arange(len(unequal)), BINS):

@@ -28,7 +28,7 @@ from visalign.errors import ConfigError, UserError
 from visalign.pipelines.jobs import load_job
 from visalign.pipelines.text.parts import retokenized
 from visalign.pipelines.train_reward.text import TextRewardConfig, estimate, plan, run
-from visalign.pipelines.train_reward.text_network import RewardNetwork, head_modules
+from visalign.pipelines.train_reward.text_network import RewardNetwork
 from visalign.pipelines.train_reward.text_records import (
     RankedTexts,
     length_balanced,
@@ -140,7 +140,7 @@ def test_full_training_in_bfloat16_keeps_float32_weights_and_head(inputs: Path) 
     exact = network(batch.inputs)["value"]
     network.compute_dtype = torch.bfloat16  # as on a GPU
     outputs = []
-    head_modules(network.module)[0].register_forward_hook(lambda _, inputs, output: outputs.append(output))
+    network.module.score.register_forward_hook(lambda _, inputs, output: outputs.append(output))
     mixed = network(batch.inputs)["value"]
     mixed.sum().backward()
     assert outputs[0].dtype == torch.float32
