@@ -150,13 +150,12 @@ def _train(
     from .show import show_plan, show_summary, show_yaml
 
     console = Console()
+    folder = Path() if dry_run else output_folder(output, Path(config).stem, resume=resume)  # before loading
+    job = load_job(config, overrides, pipelines=pipelines)
     if dry_run:
-        job = load_job(config, overrides, pipelines=pipelines)
         show_yaml(console, config_to_yaml(job.config))
         show_plan(console, job.plan(job.config))
         return
-    folder = output_folder(output, Path(config).stem, resume=resume)  # refused before anything is loaded
-    job = load_job(config, overrides, pipelines=pipelines)
     with user_messages(resume=resume_command(config, overrides, folder)), quiet_loading():
         summary = job.run(job.config, output=folder, resume=resume)
     if int(os.environ.get("RANK", "0")) == 0:
@@ -193,11 +192,8 @@ def watch(
     """Show runs on a local page while they train: curves, sample grids, state. It reloads by itself."""
     from visalign.pipelines.watch import serve_page
 
-    def ready(url: str) -> None:
-        echo(f"Watch at {url} (Ctrl-C ends the page, not the run).", err=True)
-
     with suppress(KeyboardInterrupt):
-        serve_page(runs, port=port, on_ready=ready)
+        serve_page(runs, port=port, on_ready=lambda url: echo(f"Watch at {url} (Ctrl-C ends the page).", err=True))
 
 
 command(TRAIN, "sample 'a red circle' --lora runs/flow/lora --output drawn")(sample)

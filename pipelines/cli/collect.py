@@ -83,8 +83,8 @@ def collect(
     if form != "set" and (export is None or model):
         raise UserError(f"--format {form} writes every vote as it is: add --export FILE.json, without --model.")
     if sources:
-        words = QUALITY_WORDS if slider is None and single and not question else ()
-        words = tuple(word.strip() for word in slider.split(",")) if slider else words
+        grades = QUALITY_WORDS if slider is None and single and not question else ()
+        words = tuple(word.strip() for word in slider.split(",")) if slider else grades
         questions = Form(slider=words, checklist=tuple(question or ()), boxes=boxes, text=text)
         tasks = read_tasks(sources, single=single, prompt=prompt, per_prompt=per_prompt, seed=seed)
         tasks += gold_tasks(gold) if gold else []
@@ -114,8 +114,8 @@ def _serve(store: Any, host: str, port: int) -> None:
     from visalign.pipelines.collect import server
 
     def ready(url: str, progress: str) -> None:
-        end = f"(Ctrl-C ends it; the votes are in {store.path})."
-        echo(f"{len(store.tasks)} tasks. Vote at {url} {end}\nProgress, for you alone: {progress}", err=True)
+        tasks = f"{len(store.tasks)} tasks. Vote at {url} (Ctrl-C ends it; the votes are in {store.path})."
+        echo(f"{tasks}\nProgress, for you alone: {progress}", err=True)
 
     server.serve_votes(store, host=host, port=port, on_ready=ready)
     echo(f"{len(store.votes())} votes are in {store.path}.", err=True)

@@ -133,8 +133,7 @@ def rank(
     write_page_or_json(output, result, lambda: ranking_page(result), as_json)
     write_table_files(tables, lambda: file_tables(result))
     print_provenance({reward: judge}, [text])
-    failed = sum(row["reason"] is not None for row in result["images"])
-    if failed:
+    if failed := sum(row["reason"] is not None for row in result["images"]):
         echo(f"{failed} of {len(names)} images could not be judged; their rows give the reasons.", err=True)
         raise Exit(1)
 

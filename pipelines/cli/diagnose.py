@@ -61,8 +61,8 @@ def show_diagnosis(console: Console, result: Mapping[str, Any]) -> None:
             f"(net {clip['net']:+.3%}), in {clip['iterations']:.0%} of the iterations."
         )
         if (stake := clip["advantage_at_stake"]) is not None:
-            line += f" Rewards by lot would withhold {stake['estimate']:.2f} of advantage from the right ones of "
-            line += f"{result['samples']} completions."
+            advantage = f"{stake['estimate']:.2f} of advantage from the right ones of {result['samples']} completions"
+            line += f" Rewards by lot would withhold {advantage}."
         console.print(Text(line))
 
 
@@ -84,10 +84,8 @@ def _show_support(console: Console, support: Mapping[str, Any]) -> None:
         rates = [with_span(point[name], share, whole_percent) for name in ("base", "tuned")]
         table.add_row(str(point["k"]), *rates, _three_decimals(point["change"]))
     console.print(table)
-    where = support["crossing"]
-    crossed = "do not cross" if where["k"] is None else f"cross at k = {where['k']}"
-    if where["k"] is not None and not where["shown"]:
-        crossed += ", within the intervals"
+    k, is_shown = support["crossing"]["k"], support["crossing"]["shown"]
+    crossed = "do not cross" if k is None else f"cross at k = {k}{'' if is_shown else ', within the intervals'}"
     line = (
         f"The curves {crossed}. Of {support['problems']} prompts both solve {support['preserved']}, "
         f"the tuned policy alone {support['expanded']}, the base alone {support['shrunk']}."

@@ -124,9 +124,8 @@ class Command(TyperCommand):
         parameters = self.get_params(ctx)
         option_names = {name for parameter in parameters for name in (*parameter.opts, *parameter.secondary_opts)}
         dashed_names = [arg.partition("=")[0] for arg in args if arg.startswith("--") and arg != "--"]
-        if (wrong := [name for name in dashed_names if name not in option_names]) and any(
-            p.name == "overrides" for p in parameters
-        ):
+        wrong = [name for name in dashed_names if name not in option_names]
+        if wrong and any(parameter.name == "overrides" for parameter in parameters):
             from visalign.other_names import OTHER_NAMES
 
             keys = [name.lstrip("-").replace("-", "_") for name in wrong]

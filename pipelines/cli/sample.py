@@ -70,7 +70,7 @@ def sample(
     from visalign.data.sets.columns import parse_map
     from visalign.data.sets.prompt_files import is_prompt_source, record_key
     from visalign.pipelines.sample.job import COST, GRID, PAGE, TABLE, SampleSettings, sample_images, search_of
-    from visalign.pipelines.sample.triples import load_pairs
+    from visalign.pipelines.sample.triples import TRIPLES, load_pairs, sample_triples
     from visalign.pipelines.shared.parts import build_records
     from visalign.pipelines.shared.reward_options import parse_options
     from visalign.precision import default_device
@@ -83,13 +83,13 @@ def sample(
     searching = parse_options(search_options or [], "--search-option")
     if search_options and search is None:
         raise UserError(f"--search-option {search_options[0]} belongs to --search, which is not given.")
-    drawing = {"seeds": numbers(seeds), "best_of": best_of, "strength": strength, "steps": steps, "solver": solver}
-    running = {"batch_size": batch_size, "dtype": dtype, "device": device or default_device()}
-    choices: dict[str, Any] = drawing | running  # checked by their types
+    choices: dict[str, Any] = {"best_of": best_of, "strength": strength, "steps": steps, "solver": solver}
+    choices |= {"batch_size": batch_size, "dtype": dtype, "device": device or default_device()}
     settings = SampleSettings(
         model=model,
         adapter=model_options.pop("adapter", None),
         lora=lora or [],
+        seeds=numbers(seeds),
         resample_after=[] if steer is None else numbers(steer, "--steer"),
         search=None if search is None else search_of(search, searching),
         options=model_options,
@@ -97,10 +97,8 @@ def sample(
     )
     rewards = {name: load_reward(name, run_device=device) for name in dict.fromkeys(reward or [])}
     names, records = parse_map(columns or []), []
-    if refine is not None and len(prompts) == 1 and (pairs := load_pairs(prompts[0])) is not None:
-        _refine(pairs, refine, settings, output, rewards)
-        return
-    for prompt in dict.fromkeys(prompts):
+    pairs = load_pairs(prompts[0]) if refine is not None and len(prompts) == 1 else None
+    for prompt in dict.fromkeys(prompts if pairs is None else ()):
         if is_prompt_source(prompt):
             family = index_source(model, settings.adapter, model_options.get("config")), settings.adapter
             edits, several = edits_of(*family), joins_sources(*family)
@@ -109,19 +107,13 @@ def sample(
             records.append({"prompt": prompt})
     records = list({record_key(record): record for record in records}.values())  # files may overlap
     if refine is not None:
-        _refine(records, refine, settings, output, rewards)
+        triples = sample_triples(pairs or records, refine, settings, output, rewards=rewards)
+        echo(f"{len(triples)} triples: {output / TRIPLES}, for visalign train-reward shapes_ict data.train=FILE.")
         return
     rows = sample_images(records, settings, output, rewards=rewards)
     files = f"{TABLE} for visalign score, {PAGE} and {GRID} to look at"
     cost = sum(row[COST] for row in rows)
     echo(f"{len(rows)} images in {output}: {files}. Denoising took {cost} forward-equivalents.")
-
-
-def _refine(prompts: Any, refiner: str, settings: Any, output: Path, rewards: dict[str, Any]) -> None:
-    from visalign.pipelines.sample.triples import TRIPLES, sample_triples
-
-    rows = sample_triples(prompts, refiner, settings, output, rewards=rewards)
-    echo(f"{len(rows)} triples: {output / TRIPLES}, for visalign train-reward shapes_ict data.train=FILE.")
 
 
 def demo(

@@ -101,15 +101,11 @@ def score(
         started = time.perf_counter()
         with clean_output():
             loaded = load_each(reward, options or [], load_any_reward, device)
-        reading: dict[str, Any] = {
-            "needs_prompt": any_needs_prompt(loaded),
-            "names": parse_map(columns or []),
-            "clips": any(map(takes_clips, loaded.values())),
-        }
+        reading: dict[str, Any] = {"needs_prompt": any_needs_prompt(loaded), "names": parse_map(columns or [])}
+        reading["clips"] = any(map(takes_clips, loaded.values()))
         if output is not None and on_ray:
             request = reading | {"options": options or [], "prompt": prompt, "batch_size": batch_size}
-            running = {"resume": resume, "workers": workers or 1, "address": address}
-            _score_on_ray(images, output, loaded, request, **running)
+            _score_on_ray(images, output, loaded, request, resume=resume, workers=workers or 1, address=address)
             return
         table, rewards = image_rows(images, prompt, **reading), with_cache(loaded, cache)
         part = None if saved is None else partial_path(saved)

@@ -12,7 +12,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group
 from rich.markup import escape
 from rich.panel import Panel
 from rich.syntax import Syntax
@@ -51,12 +51,8 @@ def show_configs(
         title, *rest = config_header((config_folder() / f"{name}.yaml").read_text(encoding="utf-8"))
         content = read_config(name)
         used = content.get("objective", {}).get("algorithm") or content.get("pipeline", "")
-        searched = [
-            (family, f"{name} {content.get('model', {}).get('path', '')}"),
-            (algorithm, f"{name} {used}"),
-            (search, " ".join([name, used, title, *rest])),
-        ]
-        if all(_has_words(text, words or "") for words, text in searched):
+        model, words = f"{name} {content.get('model', {}).get('path', '')}", " ".join([name, used, title, *rest])
+        if all(_has_words(*pair) for pair in ((model, family), (f"{name} {used}", algorithm), (words, search))):
             table.add_row(Text(name), Text(used), Text(title, no_wrap=True, overflow="ellipsis"))
     if not table.row_count:
         options = {"--family": family, "--algorithm": algorithm, "--search": search}
@@ -66,14 +62,14 @@ def show_configs(
     console.print("Show one: visalign configs NAME. Run one: visalign train NAME.", highlight=False)
 
 
-def _has_words(text: str, words: str) -> bool:
+def _has_words(text: str, words: str | None) -> bool:
     """Check that each word stands in a text, whatever its case, dots, hyphens and underscores.
 
     >>> _has_words("sd35_grpo_guard", "SD3.5 grpo-guard")
     True
     """
     plain = re.sub(r"[-_.]", "", text.lower())
-    return all(re.sub(r"[-_.]", "", word) in plain for word in words.lower().split())
+    return all(re.sub(r"[-_.]", "", word) in plain for word in (words or "").lower().split())
 
 
 def show_rewards(console: Console) -> None:
@@ -130,14 +126,12 @@ def show_plan(console: Console, plan: Mapping[str, Any]) -> None:
 
 def show_summary(console: Console, folder: Path, summary: Mapping[str, Any], next_command: Sequence[str]) -> None:
     """Print the closing panel of a run: held-out numbers before and after, files, the next command."""
-    parts: list[RenderableType] = []
-    if summary.get("before") and summary.get("after"):
-        parts.append(before_after(summary["before"], summary["after"]))
-    parts += [Text(line) for line in gain_lines(summary)]
+    before, after = summary.get("before"), summary.get("after")
+    table = [before_after(before, after)] if before and after else []
     files = "\n".join(f"  {path}" for path in result_files(folder))
-    lines = (cost_line(summary), f"\nResults:\n{files}", f"\nNext:\n  {shlex.join(next_command)}")
-    parts += [Text(line) for line in lines if line]
-    console.print(Panel(Group(*parts), title="Done", title_align="left", border_style="green"))
+    ending = cost_line(summary), f"\nResults:\n{files}", f"\nNext:\n  {shlex.join(next_command)}"
+    lines = (Text(line) for line in (*gain_lines(summary), *ending) if line)
+    console.print(Panel(Group(*table, *lines), title="Done", title_align="left", border_style="green"))
 
 
 def gain_lines(summary: Mapping[str, Any]) -> list[str]:

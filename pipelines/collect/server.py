@@ -89,8 +89,7 @@ def serve_votes(
 ) -> None:
     """Serve the page until interrupted; `on_ready` gets its address and that of the progress when it listens.
 
-    On a host that others reach, new voters need the invitation in the address, which is another at each
-    start.
+    On a host that others reach, new voters need the invitation in the address, which is another at each start.
     """
     from uvicorn import Server
 
@@ -127,9 +126,8 @@ def vote_server(
 ) -> Starlette:
     """Build the application for uvicorn.
 
-    New voters need the code `invite`, if any. Requests may have only the host names `hosts`, against other
-    web pages. `progress` is the key of its page, without which there is none, and the address for voters that
-    it shows.
+    New voters need the code `invite`, if any. Requests may have only the host names `hosts`, against other web pages.
+    `progress` is the key of its page, without which there is none, and the address for voters that it shows.
     """
     server = _VoteServer(store, invite, progress)
     routes = [Route("/", server.root), Route("/image/{assignment:str}/{side:str}", server.image)]
@@ -207,8 +205,7 @@ class _VoteServer:
 
     async def back(self, request: Request) -> Response:
         body, name = await _read_body(request, Back), self._name(request)
-        assignment = await run_in_threadpool(self._store.before, name, body.assignment)
-        if assignment is None:
+        if (assignment := await run_in_threadpool(self._store.before, name, body.assignment)) is None:
             raise HTTPException(404, "There is nothing before this.")
         return self._show(request, name, assignment)
 

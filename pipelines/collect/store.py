@@ -152,9 +152,7 @@ class VoteStore:
     @staticmethod
     def create(path: Path, tasks: Sequence[Task], form: Form, plan: Plan) -> VoteStore:
         if path.exists():
-            raise UserError(
-                f"'{path}' exists. To go on with it: visalign collect {path}. For other images name another."
-            )
+            raise UserError(f"'{path}' exists. To go on with it: visalign collect {path}. For others name another.")
         if len({len(task.images) for task in tasks}) != 1:
             raise UserError("A file of votes asks about pairs or about single images, not about both.")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -194,8 +192,7 @@ class VoteStore:
                 row = (name, None if judge else _hash(secret), time.time())
                 db.execute("INSERT INTO annotators (name, secret, joined_at) VALUES (?, ?, ?)", row)
             elif not judge or voters[0][0] is not None:
-                message = f"Somebody already votes as {name!r}. Open your own link, or take another name."
-                raise VoteRefused(409, message)
+                raise VoteRefused(409, f"Somebody already votes as {name!r}. Open your link, or take another name.")
         return secret
 
     def voter(self, secret: str) -> str:
@@ -331,10 +328,10 @@ class VoteStore:
         return {task for (task,) in self._fetch(query, time.time() - LAPSES, self.plan.votes)}
 
     def _assignments(self, where: str, *values: Any) -> list[Assignment]:
-        assignments = []
         query = f"SELECT assignment, task, swapped, answer FROM last_votes WHERE {where}"
+        assignments = []
         for number, task, swapped, text in self._fetch(query, *values):
-            answer = json.loads(text or "null")
+            answer = text and json.loads(text)
             answer = mirror_answer(answer) if answer and swapped else answer
             assignments.append(Assignment(number, self.tasks[task], bool(swapped), answer))
         return assignments

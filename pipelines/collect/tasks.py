@@ -90,9 +90,7 @@ def read_tasks(
     if single and tasks:
         raise UserError("--single shows one image, and the set holds pairs. Leave --single out.")
     if single:
-        tasks = [
-            Task(prompt=row.prompt, images=(absolute_reference(row.image),), extra=_metadata(row)) for row in rows
-        ]
+        tasks = [Task(prompt=r.prompt, images=(absolute_reference(r.image),), extra=_metadata(r)) for r in rows]
     elif len(by_source) > 1:
         tasks += _pair_models(by_source, per_prompt, seed)
     else:
@@ -112,10 +110,8 @@ def gold_tasks(source: str) -> list[Task]:
     for index, pair in enumerate(pairs.pairs):
         task = replace(_pair_task(pair), gold=sides.get(pair.label))
         if task.gold is None or tasks.setdefault(task.key, task).gold != task.gold:
-            where = f"Row {pairs.row(index)} of '{source}'"
-            raise UserError(
-                f"{where} is a split vote, or has another answer to an earlier pair. Give one answer to each."
-            )
+            fault = "is a split vote, or has another answer to an earlier pair. Give one answer to each"
+            raise UserError(f"Row {pairs.row(index)} of '{source}' {fault}.")
     return _checked(list(tasks.values()))
 
 
@@ -207,22 +203,15 @@ def _pair_models(models: Mapping[str, Sequence[ImageRow]], limit: int, seed: int
             (first, left), (second, right) = pair[:: -1 if draw(seed, prompt, pair[0][1].image, "side") % 2 else 1]
             extra = {"generator_left": names[first], "generator_right": names[second], **_metadata(left)}
             extra |= {"seed": left.seed} if left.seed is not None and left.seed == right.seed else {}
-            tasks.append(
-                Task(
-                    prompt=prompt,
-                    images=(absolute_reference(left.image), absolute_reference(right.image)),
-                    extra=extra,
-                )
-            )
+            sides = absolute_reference(left.image), absolute_reference(right.image)
+            tasks.append(Task(prompt=prompt, images=sides, extra=extra))
     if not tasks:
         raise UserError(
             f"{listed(list(names.values()))} share no prompt, and of several folders pairs are formed across them. "
             "Sample the same prompts into each, or give one folder that holds them all."
         )
     if unpaired:
-        warnings.warn(
-            f"{unpaired} images have no counterpart of their prompt and seed and are left out.", stacklevel=2
-        )
+        warnings.warn(f"{unpaired} images have no counterpart of their prompt and seed: left out.", stacklevel=2)
     return tasks
 
 

@@ -59,11 +59,10 @@ def select_votes(store: VoteStore, leave_out: Collection[str] = ()) -> list[Vote
 
 
 def report(store: VoteStore, votes: Sequence[Vote], settings: IntervalSettings) -> dict[str, Any]:
-    """Analyse the votes as JSON: agreement as Krippendorff's α, each voter's reliability, disputed pairs.
+    """Analyse the votes as JSON: agreement as Krippendorff's α, each voter's reliability, disputed pairs, oddities.
 
     Of each voter: `rest` (agreement with the majority of the others), `repeats` and `gold` (shares of equal
-    and of right answers), and of pairs the share of the left of the screen and the annotator model. `notes`
-    report what is odd.
+    and of right answers), and of pairs the share of the left of the screen and the annotator model.
     """
     first = _countable(store, votes)
     analysis = (_analyse_pairs if store.is_pairs else _analyse_images)(store, first, settings)
@@ -72,14 +71,9 @@ def report(store: VoteStore, votes: Sequence[Vote], settings: IntervalSettings) 
         seconds = [vote.seconds for vote in ballots if vote.seconds is not None]
         answers = [(store.tasks[vote.task].gold, vote.answer.get("choice")) for vote in ballots]
         right = [gold == choice for gold, choice in answers if gold is not None]
-        entry = {
-            "name": name,
-            "is_judge": ballots[0].is_judge,
-            "votes": len(ballots),
-            "seconds": median(seconds) if seconds else None,
-            "repeats": _repeats(ballots).to_dict(),
-            "gold": wilson_interval(sum(right), len(right)).to_dict(),
-        }
+        entry = {"name": name, "is_judge": ballots[0].is_judge, "votes": len(ballots)}
+        entry |= {"seconds": median(seconds) if seconds else None, "repeats": _repeats(ballots).to_dict()}
+        entry |= {"gold": wilson_interval(sum(right), len(right)).to_dict()}
         entries.append(entry | statistics.get(name, {}))
     people = sum(not entry["is_judge"] for entry in entries)
     if unseen := store.unseen():
@@ -271,8 +265,7 @@ def _analyse_pairs(store: VoteStore, first: Sequence[Vote], settings: IntervalSe
 def _models(
     tasks: Sequence[Task], votes: Array, index: Any, clusters: int, settings: IntervalSettings
 ) -> list[dict[str, Any]]:
-    """Rank the models of the pairs by their mean share of the votes [N, 3], ties half; none without names of
-    two.
+    """Rank the models of the pairs by their mean share of the votes [N, 3], ties half; none without names of two.
 
     The intervals hold for all models together (Bonferroni); the shares of two models are one number.
     """
@@ -294,8 +287,7 @@ def _models(
 
 
 def progress(store: VoteStore) -> dict[str, Any]:
-    """Count the votes for whoever runs the collection: of how many, and of each voter with the last one's
-    time."""
+    """Count the votes for whoever runs the collection: of how many, and of each voter with the last one's time."""
     tasks = {number for number, task in store.tasks.items() if task.gold is None}
     counts = Counter(vote.task for vote in store.votes() if not (vote.is_repeat or vote.is_judge))
     goal, people = store.plan.votes, [row for row in store.voters() if not row["is_judge"]]
@@ -363,24 +355,21 @@ def _fit(first: Sequence[Vote], order: Sequence[int]) -> annotators.AnnotatorFit
 
 
 def _repeats(votes: Sequence[Vote]) -> Interval:
-    """Share of a voter's repeated tasks with an equal answer: choice, checklist, and a slider within half a
-    grade; boxes and texts are not compared."""
+    """Compute the share of a voter's repeats with an equal choice and checklist, and a slider within half a grade."""
     first = {vote.task: vote.answer for vote in votes if not vote.is_repeat}
     same = []
     for vote in votes:
         before, again = first.get(vote.task), vote.answer
-        if not vote.is_repeat or before is None or not again.keys() & {"choice", "slider", "checklist"}:
-            continue  # unseen before, or with boxes and texts alone
-        near = abs(before.get("slider", 0) - again.get("slider", 0)) <= 0.5
-        same.append(near and all(before.get(name) == again.get(name) for name in ("choice", "checklist")))
+        if vote.is_repeat and before is not None and again.keys() & {"choice", "slider", "checklist"}:
+            near = abs(before.get("slider", 0) - again.get("slider", 0)) <= 0.5
+            same.append(near and all(before.get(name) == again.get(name) for name in ("choice", "checklist")))
     return wilson_interval(sum(same), len(same))
 
 
 def write_rows(
     path: Path, rows: Iterable[Mapping[str, Any]], build: Callable[[list[dict[str, Any]]], Any] | None = None
 ) -> None:
-    """Write rows as JSONL, or as the JSON that `build` makes of them, with relative paths of images in its
-    folder."""
+    """Write rows as JSONL, or as the JSON that `build` makes of them; paths of images in its folder are relative."""
     folder = path.resolve().parent
 
     def relative(name: str, value: Any) -> Any:

@@ -96,10 +96,9 @@ def agree_rewards(
         table |= {label: scored[index :: len(rewards)] for index, label in enumerate(rewards)}
     judges = dict.fromkeys(columns, None) | dict(rewards)
     records = [_reward_record(label, judge, table[label]) for label, judge in judges.items()]
-    for record in records:
-        if not record["judged"]:
-            reason = next(iter(record["reasons"]))
-            raise UserError(f"{record['label']} could judge none of the {len(rows)} images: {reason}")
+    if failed := next((record for record in records if not record["judged"]), None):
+        reason = next(iter(failed["reasons"]))
+        raise UserError(f"{failed['label']} could judge none of the {len(rows)} images: {reason}")
     prompts = len({row.prompt for row in rows})
     return {
         "format": "visalign agreement 1",
@@ -186,14 +185,10 @@ def _rows_of_table(path: Path, prompt: str | None, columns: Columns, scores: Seq
     rows = []
     for number, row in table:
         image = str(row.get("image", f"row {number}"))
-        local = path.parent / image
         metadata = text_record(image, row) | {_SCORES: {name: row.get(name) for name in scores}}
-        text = str(row.get("prompt", prompt or ""))
-        rows.append(
-            ImageRow(
-                image=image if "://" in image or not local.is_file() else str(local), prompt=text, metadata=metadata
-            )
-        )
+        if "://" not in image and (path.parent / image).is_file():
+            image = str(path.parent / image)
+        rows.append(ImageRow(image=image, prompt=str(row.get("prompt", prompt or "")), metadata=metadata))
     return _distinct(rows)
 
 

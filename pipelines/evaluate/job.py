@@ -96,9 +96,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Run an evaluation: a report per judge, comparisons of every two, a leaderboard, as JSON.
 
-    The keywords are the options of the command, `columns` those of --scores. `table` says how the columns of the
-    source are read; `loaded` are the rewards by name where they are loaded already; `on_batch` is called with the
-    number of finished scores of a reward and of all. Without an output folder nothing is written.
+    The keywords are the options of the command, `columns` those of --scores, `table` how the source is read, `loaded`
+    the rewards by name where they are loaded already. `on_batch` gets the numbers of finished scores and of all.
     """
     from visalign.rewards.text.completions import load_any_judge
 
@@ -112,9 +111,8 @@ def evaluate(
     if output is not None:
         check_run_folder(output, resume=resume)  # before hours of scoring
     judges = with_cache(load_each(rewards, options, load_any_judge, device), cache) if loaded is None else loaded
-    table = replace(  # columns alone open no image
-        table or Columns(), has_images=bool(judges or join), needs_prompt=any_needs_prompt(judges)
-    )
+    reads = {"has_images": bool(judges or join), "needs_prompt": any_needs_prompt(judges)}  # columns open no image
+    table = replace(table or Columns(), **reads)
     records = load_source(source, split=split, limit=limit, columns=table)
     for path in join:
         records = join_scores(records, path)
@@ -131,10 +129,8 @@ def evaluate(
         log = None if output is None else output / f"scores-{file_name}.jsonl"
         asking = {"log": log, "batch_size": batch_size, "max_failure_rate": max_failure_rate, "on_batch": on_batch}
         scores.append(kind.ask_reward(records, judge, **asking))
-    fusion = None
-    if fuse:
-        fused, fusion = kind.fuse(records, scores)
-        scores.append(fused)
+    fused, fusion = kind.fuse(records, scores) if fuse else (None, None)
+    scores += [] if fused is None else [fused]
     measured = _measure(kind, records, scores, judges, settings, max_failure_rate)
     findings += [Finding(kind="no report", count=1, message=f"{f['judge']}: {f['error']}") for f in measured["failed"]]
     about = {"source": source, "name": records.name, "kind": kind.name, "size": len(records), "split": split}

@@ -89,8 +89,7 @@ def _ask(
 ) -> list[tuple[Logged, ...]]:
     """Answer every request, `rows` of those whose answers belong together; equal ones are asked once.
 
-    Answers are written to the file `log` batch by batch, and those in it are not asked again. Above a share of
-    failures among the last 200 answers the run stops. `on_batch` gets the numbers of finished answers and of all.
+    Answers go into the file `log` batch by batch, and those in it are not asked again.
     """
     alarm = FailureAlarm(reward.name, max_failure_rate, min_samples=50)
     keys = [tuple(score_key(*request) for request in row) for row in rows]
@@ -154,10 +153,7 @@ def _column(rows: Sequence[tuple[Logged, ...]], index: int, name: str) -> NDArra
 
 def _metadata(record: PreferencePair | QualityRecord) -> Mapping[str, Any] | None:
     """Collect the prompt's record for verifiers, and the source of edits, from the extra columns."""
-    if isinstance(record, PreferencePair):
-        reference = record.image_left
-    else:
-        reference = record.image
+    reference = record.image_left if isinstance(record, PreferencePair) else record.image
     if columns := text_record(reference, record.extra):
         return columns
     verifier_record, source = record.extra.get("record"), source_of(record.extra)
@@ -194,9 +190,7 @@ def column_scores(
             f"{_found(name, columns)}In the file, --scores {name}=COLUMN or {name}=LEFT,RIGHT names others."
         )
     if not higher_is_better:
-        raise UserError(
-            f"--lower-is-better names {name!r}, and {prob} is the probability that the left image is better."
-        )
+        raise UserError(f"--lower-is-better names {name!r}; {prob} is the probability that the left image is better.")
     swapped = _numbers(rows, f"{prob}_swapped") if f"{prob}_swapped" in columns else None
     return from_probabilities(name, _numbers(rows, prob), swapped=swapped, reasons=reasons)
 

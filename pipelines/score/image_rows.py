@@ -102,8 +102,7 @@ def image_rows(
     """Read images with their prompts from image files, folders, clips and tables.
 
     Prompts lie next to images (`cat.png`, `cat.txt`; a clip's frames in `roll`, `roll.txt`), or in GenEval's layout.
-    Tables have the columns image, prompt and, if wanted, metadata; `names` are ours -> theirs; paths start at their
-    folder. `prompt` is that of images without one, empty where no reward reads it.
+    Tables have the columns image, prompt, metadata under `names` (ours -> theirs); `prompt` is that of images without.
     """
     rows, files = list[ImageRow](), list[Path]()
     for item in map(find_table, items):
@@ -124,20 +123,18 @@ def numbered_frames(folder: str | Path) -> list[Path]:
     folder = Path(folder)
     if folder.name == SAMPLES and (folder.parent / RECORD).is_file():
         return []
-    frames, patterns = list[tuple[int, str]](), set[tuple[str, str]]()
+    frames: list[tuple[str, str, int, str]] = []  # Start, ending, number and name
     try:
         with os.scandir(folder) as entries:
-            for entry in entries:
-                if entry.name.startswith("."):
-                    continue
+            for entry in (entry for entry in entries if not entry.name.startswith(".")):
                 match = _NUMBERED.fullmatch(entry.name)
                 if match is None or match[3].lower() not in IMAGE_ENDINGS or not entry.is_file():
                     return []
-                patterns.add((match[1], match[3]))
-                frames.append((int(match[2]), entry.name))
+                frames.append((match[1], match[3], int(match[2]), entry.name))
     except (OSError, ValueError):  # a file, a missing folder, or one that may not be read
         return []
-    return [folder / name for _, name in sorted(frames)] if len(patterns) == 1 and len(frames) > 1 else []
+    is_clip = len({frame[:2] for frame in frames}) == 1 < len(frames)
+    return [folder / name for *_, name in sorted(frames)] if is_clip else []
 
 
 def with_prompt(path: Path, prompt: str | None, needed: bool) -> ImageRow:
@@ -211,11 +208,10 @@ def _read_table(path: Path, prompt: str | None, names: Mapping[str, str]) -> lis
             image = table_row(path, row, prompt)
         except UserError as error:
             raise UserError(f"Row {number} of '{path}': {error}") from error
-        if not RATERS.isdisjoint(row):  # a row per rater: the image is scored once
-            if (key := (image.image, image.prompt)) in rated:
-                continue
-            rated.add(key)
-        rows.append(image)
+        key = image.image, image.prompt
+        if RATERS.isdisjoint(row) or key not in rated:  # of a row per rater the image is scored once
+            rows.append(image)
+        rated.add(key)
     if not rows:
         raise UserError(f"'{path}' holds no row.")
     return rows

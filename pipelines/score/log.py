@@ -44,11 +44,10 @@ class ScoreLog:
         identities = {label: reward_identity(reward) for label, reward in rewards.items()}
         with self._open:
             self._open.enter_context(hold_lock(path.with_name(path.name + LOCK), what=f"'{path}'"))
-            if path.is_file() and path.stat().st_size:
-                if not resume:
-                    raise UserError(
-                        f"'{path}' holds the scores of a run that was stopped. Add --resume, or remove it."
-                    )
+            is_begun = path.is_file() and path.stat().st_size > 0
+            if is_begun and not resume:
+                raise UserError(f"'{path}' holds the scores of a run that was stopped. Add --resume, or remove it.")
+            if is_begun:
                 self._read(path, {label: identity.digest for label, identity in identities.items()}, entry)
             else:
                 judges = {name: {"digest": i.digest, "identity": asdict(i)} for name, i in identities.items()}

@@ -78,8 +78,8 @@ def score_on_ray(
 ) -> RayResult:
     """Score files of images (`find_parts`) into a folder, a Parquet file for each.
 
-    `rewards` are used for their identities: each worker loads its own. `on_part` is called with the number of finished
-    files and of all. Without an address (HOST:PORT of a cluster's head) Ray is started on this machine.
+    `rewards` are used for their identities: each worker loads its own. `on_part` gets the numbers of finished files
+    and of all. Without an address Ray is started on this machine.
     """
     output = output.absolute()
     if parents := [item for item in items if item.is_dir() and output.is_relative_to(item.absolute())]:

@@ -168,16 +168,13 @@ def _read_tar(path: Path) -> Iterator[tuple[int, Row, str]]:
 def _read_member(ending: str, content: bytes, row: Row) -> Row:
     """Read the columns that a file adds to its sample; text that is no JSON is refused later."""
     if ending in IMAGE_ENDINGS:
-        return {"image": content} if not isinstance(row.get("image"), bytes) else {}
-    text = content.decode("utf-8-sig", errors="replace")
-    if ending == ".txt":
-        return {"prompt": text.strip()}
+        return {} if isinstance(row.get("image"), bytes) else {"image": content}
+    record: Any = content.decode("utf-8-sig", errors="replace")
     if ending != ".json":
-        return {}
+        return {"prompt": record.strip()} if ending == ".txt" else {}
     with suppress(ValueError, RecursionError):
-        record = json.loads(text)
-        return {"metadata": record} | record | row if isinstance(record, dict) else {"metadata": record}
-    return {"metadata": text}
+        record = json.loads(record)
+    return {"metadata": record} | record | row if isinstance(record, dict) else {"metadata": record}
 
 
 def finished_parts(

@@ -91,8 +91,7 @@ def _summarize(label: str, reward: PointwiseReward, rows: Sequence[ScoreRow]) ->
     scored = [row for row in rows if row.value is not None]
     values = np.array([row.value for row in scored], dtype=np.float64)
     order = np.argsort(-values if reward.higher_is_better else values, kind="stable")
-    count = min(SHOWN, (len(scored) + 1) // 2)
-    rest = min(SHOWN, len(scored) - count)
+    count, rest = min(SHOWN, (len(scored) + 1) // 2), min(SHOWN, len(scored) // 2)
     stds = [row.std for row in scored if row.std is not None]
     return {
         "label": label,

@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import Any
 
 from visalign.data.sets.image_references import CompletionText, open_bytes, resolve_image
@@ -64,7 +65,7 @@ def score_rows(
     for start in range(0, len(table), batch_size):
         batch = table[start : start + batch_size]
         columns = [_score_batch(label, reward, batch, store) for label, reward in rewards.items()]
-        rows += [row for image_rows in zip(*columns, strict=True) for row in image_rows]
+        rows += chain.from_iterable(zip(*columns, strict=True))
         if on_batch is not None:
             on_batch(len(batch))
     return rows
@@ -87,10 +88,9 @@ def _score_batch(
             rows[index] = ScoreRow(image=row.image, reward=label, **failure)
     for indices in _split_by_pixels(images, pixels_of_clip if takes_clips(reward) else pixels_of):
         scores = _score(label, reward, [batch[i] for i in indices], [images[i] for i in indices])
-        new = dict(zip(indices, scores, strict=True))
-        rows |= new
+        rows |= zip(indices, scores, strict=True)
         if store is not None:
-            store.add({keys[index]: row for index, row in new.items()})
+            store.add({keys[index]: rows[index] for index in indices})
     return [rows[index] for index in range(len(batch))]
 
 
@@ -142,16 +142,15 @@ def _score(label: str, reward: PointwiseReward, batch: Sequence[ImageRow], image
     with Naming(label):
         judge = reward_identity(reward).line
     for index, (row, reason) in enumerate(zip(batch, failure_reasons(scores), strict=True)):
-        value = float(scores.value[index])
-        if reason is None and not math.isfinite(value):
-            reason = f"the reward returned {value:g}, which is no score"
-        valid = reason is None
+        value = finite_or_none(scores.value[index]) if reason is None else None
+        if reason is None and value is None:
+            reason = f"the reward returned {float(scores.value[index]):g}, which is no score"
         yield ScoreRow(
             image=row.image,
             reward=label,
-            value=value if valid else None,
+            value=value,
             unit=scores.unit,
-            std=None if scores.std is None or not valid else finite_or_none(scores.std[index]),
+            std=None if scores.std is None or value is None else finite_or_none(scores.std[index]),
             reason=reason,
             prompt=row.prompt,
             parts={name: finite_or_none(part[index]) for name, part in scores.parts.items()},
