@@ -65,15 +65,8 @@ def load_job(name_or_path: str, overrides: Sequence[str] = (), *, pipelines: Seq
         hint = f" Or let short runs find it: {KEY}={FIND}." if f"'{KEY}'" in str(error) else ""
         raise ConfigError(f"{error}{hint}") from error
     if getattr(getattr(config, "run", None), "sharding", False) and config.optimizer.name == "adamw_8bit":
-        raise ConfigError(
-            "optimizer.name is adamw_8bit, and run.sharding divides the moments among the processes already. Leave "
-            "one of the two out."
-        )
+        raise ConfigError("optimizer.name is adamw_8bit, and run.sharding divides the moments already. Leave one out.")
     if finds:
         run = partial(run_with_found_rate, run=run)
-        plans = {name: partial(_with_search, plan) for name, plan in plans.items()}
+        plans = {name: partial(plan_search, plan=plan) for name, plan in plans.items()}
     return Job(config=config, run=run, **plans)
-
-
-def _with_search(plan: Callable[[Any], Mapping[str, Any]], config: Any) -> Mapping[str, Any]:
-    return {**plan(config), "learning_rate": plan_search(config)}

@@ -32,9 +32,8 @@ def serve_reward(
 ) -> None:
     """Serve a judge (`visalign.rewards.load_judge`) until interrupted; the command explains the options.
 
-    Ctrl-C finishes what is being judged and refuses what waits with 503; a second one ends both. Limits of
-    requests follow from the memory (`visalign.rewards.serve.limits.limits_for`); `on_ready` is called with
-    them when the judge is loaded and the server listens.
+    Ctrl-C finishes what is being judged and refuses what waits with 503; a second one ends both. `on_ready` gets the
+    limits of requests (`visalign.rewards.serve.limits.limits_for`) when the server listens.
     """
     token = _token(host, token_env)
     check_port_free(host, port)
@@ -109,10 +108,8 @@ def _token(host: str, token_env: str | None) -> str | None:
     if not token:
         raise UserError(f"--token-env names {token_env}, which is empty or not set: export {token_env}=…")
     if not (token.isascii() and token.isprintable()) or " " in token:
-        raise UserError(
-            f"--token-env names {token_env}, whose value holds characters that no HTTP header may hold. Use "
-            "printable ASCII without spaces."
-        )
+        fault = "whose value holds characters that no HTTP header may hold. Use printable ASCII without spaces"
+        raise UserError(f"--token-env names {token_env}, {fault}.")
     return token
 
 

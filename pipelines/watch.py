@@ -58,12 +58,11 @@ def read_run(folder: Path) -> dict[str, Any]:
     total, done = (config.get("run") or {}).get("iterations"), len(metrics)
     seconds = [row["seconds"] for row in metrics[-50:] if row.get("seconds")]
     training = state.state == "training"
-    grids = sorted((folder / SAMPLES).glob("*.png"))
     left = fmean(seconds) * max(total - done, 0) if training and seconds and total else None
+    grids = sorted((folder / SAMPLES).glob("*.png"))
+    newest = [(int(file.stem), file) for file in [*grids[:1], *grids[1:][1 - GRIDS :]][::-1]]
     progress = {"folder": str(folder), **state._asdict(), "done": done, "total": total, "left": left}
-    newest = [*grids[:1], *grids[1:][1 - GRIDS :]][::-1]
-    files = {"grids": [(int(file.stem), file) for file in newest], "has_report": (folder / REPORT).is_file()}
-    return {**progress, "metrics": metrics, **files}
+    return {**progress, "metrics": metrics, "grids": newest, "has_report": (folder / REPORT).is_file()}
 
 
 def run_folders(folders: Sequence[Path]) -> list[Path]:

@@ -82,10 +82,7 @@ def build_evaluator(
     timestep_schedule: str,
     accelerator: Accelerator,
 ) -> Callable[..., HeldoutResult]:
-    """Return a function of (records, seeds) that evaluates the policy with the weights it has.
-
-    Its images are spread over the processes; all of them call it and get the whole result.
-    """
+    """Return a function of (records, seeds) that evaluates the policy; all processes call it and share the images."""
     from visalign.evaluation import evaluate
 
     def measure(records: Records, seeds: Sequence[int]) -> HeldoutResult:
@@ -120,10 +117,7 @@ def image_keeper(folder: Path) -> Callable[[str, torch.Tensor, Records], None]:
 
 
 def build_drift(features: Features, before: Path) -> Callable[[HeldoutResult], dict[str, float]]:
-    """Return a function that measures the feature drift of an evaluation's images since before training.
-
-    `before` is the file of the evaluation before training, with the same prompts and seeds.
-    """
+    """Return a function that measures the feature drift of an evaluation's images since that in the file `before`."""
     from visalign.evaluation import load_heldout
 
     base: dict[tuple[Any, int], torch.Tensor] = {}

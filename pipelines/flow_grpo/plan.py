@@ -148,21 +148,18 @@ def planned_cost(
     drawn = references * rollout.steps * _halves(config.model, rollout.guidance)
     guided = _halves(config.model, None) > 1
     again = replayed * objective.epochs * passes.trained * (3 + guided)
-    return (
-        drawn
-        + again
-        + forward_equivalents_per_image(
-            steps=passes.sampled,
-            trained=passes.trained / rounds,
-            guided=guided,
-            reference=passes.other_policies,
-            trained_share=trained_share,
-            epochs=objective.epochs,
-            asked_again=passes.before_update,
-            guided_rollout=None if rollout.guidance is None else _halves(config.model, rollout.guidance) > 1,
-            measured=measured,
-        )
+    per_image = forward_equivalents_per_image(
+        steps=passes.sampled,
+        trained=passes.trained / rounds,
+        guided=guided,
+        reference=passes.other_policies,
+        trained_share=trained_share,
+        epochs=objective.epochs,
+        asked_again=passes.before_update,
+        guided_rollout=None if rollout.guidance is None else _halves(config.model, rollout.guidance) > 1,
+        measured=measured,
     )
+    return drawn + again + per_image
 
 
 class ImagePasses(NamedTuple):
@@ -208,9 +205,7 @@ def _halves(model: ModelConfig, guidance: float | None) -> int:
 def _timed_run(
     config: FlowGRPOConfig, records: Records, images: float, rounds: int, references: float, evaluated: int
 ) -> dict[str, Any]:
-    """Extrapolate timed passes to an iteration of `rounds` of `images`, of which one is trained on, and `references`
-    that are drawn, and to `evaluated` images; without rewards.
-    """
+    """Time passes, and extrapolate to `rounds` of `images`, of which one is trained on, and to drawn `references`."""
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
     policy: Any = build_policy(config.model, run_device(config.run), config.seed)
@@ -244,9 +239,8 @@ def _seconds_per_sample(policy: Any, records: Records, size: Any = None) -> list
     if size is not None:
         policy.image_size = size
     condition = policy.encode(encoder_inputs(policy, records))
-    count = len(condition)
-    x = torch.randn(count, *policy.latent_shape, generator=torch.Generator().manual_seed(0))
-    x = x.to(policy.device, policy.storage_dtype)
+    count, generator = len(condition), torch.Generator().manual_seed(0)
+    x = torch.randn(count, *policy.latent_shape, generator=generator).to(policy.device, policy.storage_dtype)
     sigma = torch.full((count,), 0.5, device=policy.device)
 
     def forward() -> None:
@@ -285,10 +279,9 @@ class Pass(NamedTuple):
 def _footprint(config: FlowGRPOConfig, inputs: Inputs, groups: Mapping[str, Any]) -> dict[str, Any]:
     """Compute memory in GB, operations and hours of a run on each device, in groups.
 
-    Operations and stored activations are counted on the policy's own velocity on the meta device. On tiny
-    pipelines of five families the operations equal those of a real velocity; the bytes are within 6 % of it,
-    and 20 % less where the CPU's attention keeps its probabilities. Autocast's cast copies are counted by the
-    CPU's list of operations; a GPU has norms in float32 besides.
+    Operations and stored activations are counted on the policy's own velocity on the meta device. Of tiny pipelines
+    the operations equal those of a real velocity, and the bytes are within 6 %, or 20 % less where attention on the
+    CPU keeps its probabilities. Autocast's copies are those of a CPU; a GPU has norms in float32 besides.
     """
     from visalign.adapters.hollow import hollow_pipelines
 

@@ -79,8 +79,7 @@ class SampleSettings:
 
         files = {name: self.options[name] for name in ("variant", "config") if name in self.options}
         own = own_sampling(self.model, self.adapter, self.device, **files)
-        scale = {} if own.guidance is None else {"guidance": own.guidance}
-        options = {**scale, **self.options}
+        options = {**({} if own.guidance is None else {"guidance": own.guidance}), **self.options}
         return replace(self, steps=self.steps or own.steps, dtype=self.dtype or own.dtype, options=options)
 
     def __post_init__(self) -> None:
@@ -139,7 +138,7 @@ def load_sampler(settings: SampleSettings) -> DiffusionPolicy:
     from visalign.adapters.lora import LoraSettings
 
     none, settings = LoraSettings(rank=1), settings.with_own_sampling()
-    start = {"lora_path": [*settings.lora]} if settings.lora else {}
+    options = {"lora_path": [*settings.lora] or None, **settings.options}
     with no_loading_bars():
         policy: Any = load_policy(
             settings.model,
@@ -148,8 +147,7 @@ def load_sampler(settings: SampleSettings) -> DiffusionPolicy:
             device=settings.device,
             defaults={"lora": none},  # frozen in its dtype: adapters that change nothing
             lora=none,
-            **start,
-            **{name: value for name, value in settings.options.items() if value is not None},
+            **{name: value for name, value in options.items() if value is not None},
         )
     return policy
 
@@ -161,12 +159,10 @@ def sample_images(
     *,
     rewards: Mapping[str, PointwiseReward] | None = None,
 ) -> list[dict[str, Any]]:
-    """Sample and write each image as it is made, then the grid, the page and the table; return the table's
-    rows.
+    """Sample and write each image as it is made, then the grid, the page and the table; return the table's rows.
 
-    The noise of an image depends on its prompt, the source that it edits, and its seed alone. With `best_of`
-    N the one of N draws with the highest sum of rewards is kept; one that could not be judged only where none
-    could. A reward that failed is null in a row; its cost is that of all that was drawn.
+    The noise of an image depends on its prompt, the source that it edits, and its seed alone. With `best_of` N the one
+    of N draws with the highest sum of rewards is kept; one that could not be judged only where none could.
     """
     rewards = rewards or {}
     if (settings.best_of > 1 or settings.search is not None) and not rewards:
@@ -191,13 +187,17 @@ def sample_images(
         rows.append(files | row)
         if number < LARGEST_GRID:
             thumbnails.append(image)
-    lines = (json.dumps(row, ensure_ascii=False) for row in rows)
     _as_grid(thumbnails, len(settings.seeds)).save(output / GRID)
     units = {name: reward.unit for name, reward in rewards.items()}
     page = sample_page(rows, size=thumbnails[0].size, rewards=units, facts=_facts(settings))
     write_atomic(output / PAGE, page)
-    write_atomic(output / TABLE, "".join(f"{line}\n" for line in lines))  # last: with it the folder is whole
+    write_lines(output / TABLE, rows)  # last: with it the folder is whole
     return rows
+
+
+def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows as JSONL."""
+    write_atomic(path, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows))
 
 
 def check_folder(output: Path) -> None:
@@ -225,8 +225,7 @@ class _Judge(NamedTuple):
         return _Judge(self.rewards, self.records[rows])
 
     def __call__(self, samples: Tensor) -> tuple[dict[str, Scores], Tensor]:
-        """Score images or videos [N, F, 3, H, W]; return label -> scores, and [N] sums, −∞ where one
-        failed."""
+        """Score images or videos [N, F, 3, H, W]; return label -> scores, and [N] sums, −∞ where one failed."""
         stills, prompts = middle_frames(samples), [str(record["prompt"]) for record in self.records]
         scores: dict[str, Scores] = {}
         total = torch.zeros(len(samples))

@@ -3,15 +3,12 @@
 
 from __future__ import annotations
 
-import json
-import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from visalign.atomic import write_atomic
 from visalign.data.sets.checks import check_preferences
 from visalign.data.sets.columns import usual_names
 from visalign.data.sets.image_references import absolute_reference
@@ -28,7 +25,7 @@ from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.vlm.requests import Query
 from visalign.rewards.vlm.template import question
 
-from .job import SampleSettings, check_folder, sample_images
+from .job import SampleSettings, check_folder, sample_images, write_lines
 
 TRIPLES = "triples.jsonl"
 REFINE = question(
@@ -66,8 +63,7 @@ def sample_triples(
 
     I1 and I2 are the worse and the better image of each pair; of prompts alone, the images of all seeds are drawn,
     and the rewards choose the worst and the best. I3 is drawn from the refined prompt with the first seed; that it is
-    better is an assumption of the paper, not measured. Ties and prompts that are not refined are left out with a
-    warning. ICT-HP, arXiv 2507.19002, section 3.
+    better is an assumption of ICT-HP, arXiv 2507.19002, section 3. Ties and prompts not refined are left out.
     """
     check_folder(output)
     drawn = not isinstance(prompts, PreferenceSet)
@@ -89,8 +85,12 @@ def sample_triples(
     best = replace(settings, seeds=settings.seeds[:1])
     images = sample_images([{"prompt": text} for text in texts], best, output / "refined", rewards=rewards)
     third = {row["prompt"]: f"refined/{row['image']}" for row in images}
-    triples = [_triple(pair, refined[pair.prompt], third[refined[pair.prompt]]) for pair in pairs]
-    write_atomic(output / TRIPLES, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in triples))
+    triples = []
+    for pair in pairs:
+        prompt, sides = refined[pair.prompt], {"image_left": pair.image_left, "image_right": pair.image_right}
+        absolute = {name: absolute_reference(reference) for name, reference in sides.items()}
+        triples.append({**pair.to_row(), **absolute, "image_refined": third[prompt], "prompt_refined": prompt})
+    write_lines(output / TRIPLES, triples)
     if failures:
         warnings.warn(f"{len(failures)} prompts have no triple. {failures[0]}", stacklevel=2)
     return triples
@@ -126,23 +126,16 @@ def _worst_and_best(
 ) -> list[PreferencePair]:
     """Pair the images of each prompt with the lowest and the highest sum of rewards."""
     by_prompt: dict[str, list[tuple[float, str]]] = {}
+    signs = {name: 1 if reward.higher_is_better else -1 for name, reward in rewards.items()}
     for row in rows:
-        values = [
-            math.nan if row[n] is None else row[n] * (1 if r.higher_is_better else -1) for n, r in rewards.items()
-        ]
         scored = by_prompt.setdefault(row["prompt"], [])
-        if math.isfinite(total := sum(values)):
-            scored.append((total, str(folder / row["image"])))
+        if all(row[name] is not None for name in signs):
+            scored.append((sum(sign * row[name] for name, sign in signs.items()), str(folder / row["image"])))
     pairs = []
     for prompt, scored in by_prompt.items():
         if not scored or min(scored)[0] == max(scored)[0]:
             failures.append(f"{prompt!r}: the rewards prefer none of its images.")
-            continue
-        pairs.append(PreferencePair(prompt=prompt, image_left=max(scored)[1], image_right=min(scored)[1], label=1.0))
+        else:
+            best, worst = max(scored)[1], min(scored)[1]
+            pairs.append(PreferencePair(prompt=prompt, image_left=best, image_right=worst, label=1.0))
     return pairs
-
-
-def _triple(pair: PreferencePair, prompt: str, image: str) -> dict[str, Any]:
-    sides = {"image_left": pair.image_left, "image_right": pair.image_right}
-    absolute = {name: absolute_reference(reference) for name, reference in sides.items()}
-    return {**pair.to_row(), **absolute, "image_refined": image, "prompt_refined": prompt}

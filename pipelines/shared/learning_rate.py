@@ -35,11 +35,11 @@ def split_search(overrides: Sequence[str]) -> tuple[bool, list[str]]:
     return rates[-1:] == [FIND], [item for item in overrides if item.replace(" ", "") != f"{KEY}={FIND}"]
 
 
-def plan_search(config: Any) -> dict[str, Any]:
-    """Return the rates of a search and its iterations, for the plan of a job."""
+def plan_search(config: Any, plan: Callable[[Any], Mapping[str, Any]]) -> dict[str, Any]:
+    """Extend the plan of a job by the rates of a search and its iterations."""
     iterations, rates = _iterations(config), _rates(config)
-    listed = ", ".join(f"{rate:g}" for rate in rates)
-    return {"rates": listed, "iterations_each": iterations, "more_iterations": iterations * len(rates)}
+    search = {"rates": ", ".join(f"{rate:g}" for rate in rates), "iterations_each": iterations}
+    return {**plan(config), "learning_rate": search | {"more_iterations": iterations * len(rates)}}
 
 
 def run_with_found_rate(

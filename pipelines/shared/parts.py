@@ -78,11 +78,9 @@ def build_accelerator(config: Any, folder: Path) -> Accelerator:
             raise
         raise UserError(f"run.trackers is {run.trackers}: {error}") from error
     except torch.distributed.DistNetworkError as error:
-        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise UserError(
-            f"The processes cannot meet at {where}: {str(error).splitlines()[0]} If the port is in use, give "
-            "another one: --master_port of torchrun, --main_process_port of accelerate launch."
-        ) from error
+        where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: {str(error).splitlines()[0]}"
+        remedy = "If the port is in use, give another: torchrun --master_port, accelerate launch --main_process_port."
+        raise UserError(f"The processes cannot meet at {where} {remedy}") from error
     available = [str(tracker) for tracker in accelerator.log_with]  # accelerate drops those not installed
     if names := " ".join(name for name in run.trackers if name not in ("all", *available)):
         raise UserError(f"run.trackers names {names}, which is not installed: python -m pip install {names}.")
@@ -314,9 +312,8 @@ def check_texts(records: Records) -> Records:
         try:
             str(record["prompt"]).encode()
         except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair
-            raise UserError(
-                f"The prompt {record['prompt']!r:.80} holds half a character. Correct it or leave it out."
-            ) from error
+            prompt = f"{record['prompt']!r:.80}"
+            raise UserError(f"The prompt {prompt} holds half a character. Correct it or leave it out.") from error
     return records
 
 

@@ -63,18 +63,12 @@ def diagnose(
 
     Prompts, rewards and the sampled distribution are those of the held-out evaluation of the last run. With `second`,
     a later run, its policy is the tuned one, and that of `run` the base; without, the base is the model that `run`
-    began with. `options` are those of the added `rewards`, as `reward_options` takes them. With `right_at` a
-    completion is right from that reward on, whatever the run's own verdict. Tokens whose first and second choice are
-    less than `margin` nats apart are near ties; `noise` is the scale β of the Gumbel noise on the logits under which
-    greedy completions are repeated. In the result `support` is None where no reward says right or wrong, and `rewards`
-    has a distance per pair.
+    began with. The other keywords are the options of the command; `options` are those of the added `rewards`.
     """
     config, first_config = _config(second or run), _config(run)
     scorer = _Scorer(config, load_each(rewards, options, load_text_reward, None), prompts, right_at)
-    policies = {
-        "base": _policy(first_config, None if second is None else run),
-        "tuned": _policy(config, second or run),
-    }
+    base_run = None if second is None else run
+    policies = {"base": _policy(first_config, base_run), "tuned": _policy(config, second or run)}
     if policies["base"].tokenizer.get_vocab() != policies["tuned"].tokenizer.get_vocab():
         raise UserError(f"'{run}' and '{second}' are of models with different tokens: nothing to compare.")
     base, tuned = (scorer.sample(policy, samples, seed) for policy in policies.values())
@@ -199,11 +193,8 @@ def _support(
     before, after = ((scores.solved == 1).any(1) & scored for scores in (base, tuned))
     crossing_k, is_shown = two_policies.crossing(points)
     only = {"tuned": after & ~before, "base": before & ~after}
-    counts = {
-        "preserved": int((before & after).sum()),
-        "expanded": int(only["tuned"].sum()),
-        "shrunk": int(only["base"].sum()),
-    }
+    masks = {"preserved": before & after, "expanded": only["tuned"], "shrunk": only["base"]}
+    counts = {name: int(mask.sum()) for name, mask in masks.items()}
     return {
         "pass_at_k": [
             {"k": p.k, **{name: getattr(p, name).to_dict() for name in ("base", "tuned", "change")}} for p in points
@@ -282,15 +273,13 @@ def _greedy(policy: Any, scorer: _Scorer, margin: float, noise: float, seed: int
 
 
 def _clip(run: Path, base: _ScoredCompletions, generator: torch.Generator) -> dict[str, Any] | None:
-    """Measure the bias of the clip in the run's updates, and the advantage at stake with random rewards; None
-    where nothing is clipped."""
+    """Measure the bias of the clip in the run's updates, and the advantage at stake with random rewards."""
     rows = [row for row in read_metrics(run / "metrics.jsonl") if "clip_low" in row]
     if not rows:
         return None
     sides = [torch.tensor([float(row[name]) for row in rows]) for name in ("clip_low", "clip_high")]
-    solved = base.solved[base.solved.isfinite().all(1)]
-    if not len(solved):
-        return {**two_policies.clip_bias(*sides), "advantage_at_stake": None}
-    at_stake = two_policies.advantage_at_stake(solved.sum(1), base.solved.shape[1])
-    interval = two_policies.mean_interval(at_stake, generator=generator)
-    return {**two_policies.clip_bias(*sides), "advantage_at_stake": interval.to_dict()}
+    solved, interval = base.solved[base.solved.isfinite().all(1)], None
+    if len(solved):
+        at_stake = two_policies.advantage_at_stake(solved.sum(1), base.solved.shape[1])
+        interval = two_policies.mean_interval(at_stake, generator=generator).to_dict()
+    return {**two_policies.clip_bias(*sides), "advantage_at_stake": interval}

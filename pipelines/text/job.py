@@ -139,8 +139,8 @@ def _next_command(config: Any, output: Path) -> list[str]:
         return ["visalign", "diagnose", str(output)]
     model = result_folder(config, output)
     if isinstance(config, TextConfig) and "rating" in config.rewards.terms:  # a judge that was trained to rate
-        option = ["--option", f"model={model}"]
-        return ["visalign", "evaluate", str(config.data.heldout), "-r", "visual_quality_r1", *option]
+        evaluated = [str(config.data.heldout), "-r", "visual_quality_r1", "--option", f"model={model}"]
+        return ["visalign", "evaluate", *evaluated]
     return ["visalign", "train", "text_sample", f"model.path={model}"]
 
 

@@ -138,8 +138,12 @@ def read_steps(config: TextProcessConfig) -> tuple[Numbered, Numbered]:
     with name_key("data.train"):
         for number, record in numbered:
             read_record(number, record, reading, outcomes=outcomes)
-            if config.learns == "implicit":
-                _check_probability(number, record)
+            reward = record.get("reward")
+            if config.learns == "implicit" and reward is not None and math.isfinite(reward) and not 0 <= reward <= 1:
+                raise UserError(
+                    f"Record {number} has the reward {reward}, and learns=implicit reads 1 (right), 0 (wrong), or a "
+                    "share between. Scale the rewards, or use learns=outcomes."
+                )
     trained, heldout = split_records(numbered, config.data.heldout, config.seed, lambda row: row[1]["prompt"])
     if (settings := config.data.convex_da) is not None:
         variants = settings.variants([record["prompt"] for _, record in trained], config.seed)
@@ -152,9 +156,8 @@ def _build(config: TextProcessConfig, output: Path) -> JudgeRun:
     """Build the objects of a run, without writing anything."""
     trained, measured = read_steps(config)
     accelerator = build_accelerator(config, output)
-    parameters, model, save, tokenize = (_implicit if config.learns == "implicit" else _classifier)(
-        config, accelerator
-    )
+    load = _implicit if config.learns == "implicit" else _classifier
+    parameters, model, save, tokenize = load(config, accelerator)
     texts, heldout = tokenize(trained), tokenize(measured) if measured else None
     if not texts.rows:
         raise UserError(f"data.train: none of the {len(trained)} records has a step and a finite reward or label.")
@@ -169,9 +172,8 @@ def _build(config: TextProcessConfig, output: Path) -> JudgeRun:
     def measure(*, final: bool = False) -> dict[str, float]:
         return asdict(measure_steps(heldout, config.data.batch)) if heldout and heldout.rows else {}
 
-    keys = {"model": output / JUDGE, "separator": json.dumps(config.data.separator)}
     more = {"outcomes": {"replaces": "true"}, "implicit": {"reference": config.model.path, "beta": config.beta}}
-    keys |= more.get(config.learns, {})
+    keys = {"model": output / JUDGE, "separator": json.dumps(config.data.separator), **more.get(config.learns, {})}
     return JudgeRun(
         config=config,
         output=output,
@@ -218,25 +220,13 @@ def _implicit(config: TextProcessConfig, accelerator: Accelerator) -> Learner:
 
     def tokenize(records: Numbered) -> ImplicitTexts:
         with name_key("data.train"):
-            rows = [record for _, record in records]
-            fitting = fitting_demonstrations(policy, rows, too_long=config.data.too_long)
-            rollout = demonstration_rollout(
-                policy, *([row[key] for row in fitting] for key in ("prompt", "completion"))
-            )
+            fitting = fitting_demonstrations(policy, [row for _, row in records], too_long=config.data.too_long)
+            texts = ([row[key] for row in fitting] for key in ("prompt", "completion"))
+            rollout = demonstration_rollout(policy, *texts)
         label = [math.nan if row["reward"] is None else row["reward"] for row in fitting]
         return ImplicitTexts(policy, rollout, label, beta=config.beta, reference=policy)  # not yet trained
 
     return policy.trainable_parameters(), policy.module, policy.save, tokenize
-
-
-def _check_probability(number: int, record: Mapping[str, Any]) -> None:
-    """Refuse an outcome that is no probability of being right."""
-    reward = record["reward"]
-    if reward is not None and math.isfinite(reward) and not 0 <= reward <= 1:
-        raise UserError(
-            f"Record {number} has the reward {reward}, and learns=implicit reads 1 (right), 0 (wrong), or a share "
-            "between. Scale the rewards, or use learns=outcomes."
-        )
 
 
 def _load(config: TextProcessConfig, *, hollow: bool = False) -> tuple[Any, Any]:

@@ -91,9 +91,7 @@ class GridConfig(CompletionSettings):
         with name_key("rollout"):
             self.points()
         if self.hint is not None and self.environment is not None:
-            raise UserError(
-                "rollout.hint changes the prompts that rollout.environment knows. Set one of the two to null."
-            )
+            raise UserError("rollout.hint changes the prompts that rollout.environment reads. Set one to null.")
 
     def points(self) -> list[GridPoint]:
         """List the points, the seeds of one distribution next to each other; then those with hints."""
@@ -159,9 +157,7 @@ def run(config: TextSampleConfig, output: Path, resume: bool = False) -> RunSumm
             torch.set_num_threads(config.run.threads)
         files = [output / POINTS / f"{number:03d}.json" for number in range(len(config.rollout.points()))]
         missing = [number for number, file in enumerate(files) if not file.is_file()]
-        policy = None
-        if missing:
-            policy = build_text_policy(config.model, run_device(config.run), config.seed, reference=False)
+        policy = missing and build_text_policy(config.model, run_device(config.run), config.seed, reference=False)
         write_beginning(output, config, prints)
         for number in missing:
             save_point(files[number], _sample_point(config, records, reward, policy, number))
@@ -232,18 +228,15 @@ def _select(
     """Select completions, and write the dataset and the summary."""
     rule = config.selection
     selectable = selection.selectable_completions(completions, truncated=rule.truncated)
-    candidates = selectable & selection.worth_learning(
-        completions, selectable, threshold=rule.threshold, skip_solved=rule.skip_solved
-    )
-    chosen = _choose(rule, completions, candidates)
+    rules = {"threshold": rule.threshold, "skip_solved": rule.skip_solved}
+    chosen = _choose(rule, completions, selectable & selection.worth_learning(completions, selectable, **rules))
     truncated, length = int(completions.truncated.sum()), len(completions)
     if not chosen:
         highest = float(completions.reward.nan_to_num(-math.inf).max())
         raise UserError(
-            f"None of {length} completions was selected: {truncated} met the length limit "
-            f"(selection.truncated is {rule.truncated}), the highest reward is {highest:g} "
-            f"(selection.threshold is {rule.threshold:g}), and selection.skip_solved is {rule.skip_solved}. "
-            f"No dataset was written. Change selection and go on with --resume, or sample more."
+            f"None of {length} completions was selected: {truncated} met the length limit (selection.truncated is "
+            f"{rule.truncated}), the highest reward is {highest:g} (selection.threshold is {rule.threshold:g}), and "
+            f"selection.skip_solved is {rule.skip_solved}. Change selection and go on with --resume, or sample more."
         )
     write_atomic(output / DATASET, demonstrations_jsonl(_dataset_record(records, completions, i) for i in chosen))
 
@@ -296,9 +289,8 @@ def _choose(rule: SelectionConfig, completions: Completions, candidates: Tensor)
 
 def _sft_keys(config: TextSampleConfig, output: Path) -> list[str]:
     """Build keys of text_sft for the dataset: its model and, of images, its question and rewards."""
-    keys = [f"data.train={output / DATASET}"]
-    if config.model.path != TextModelConfig().path:
-        keys.insert(0, f"model.path={config.model.path}")
+    keys = [] if config.model.path == TextModelConfig().path else [f"model.path={config.model.path}"]
+    keys.append(f"data.train={output / DATASET}")
     if config.data.question is not None:
         rewards = {label: {"name": t.name, "options": t.options} for label, t in config.rewards.terms.items()}
         heldout = config.data.train if config.data.train.startswith("shapes:") else "HELDOUT"
@@ -348,16 +340,10 @@ def load_point(path: Path) -> Completions:
 def _dataset_record(records: Records, completions: Completions, index: int) -> dict[str, Any]:
     """Build a line of the dataset: prompt, completion, its origin, and the rest of the prompt's record."""
     point, record = completions.point[index], records[completions.prompt[index]]
-    answers = completions.answers[index]
-    origin = {
-        "completion": completions.text[index],
-        "reward": float(completions.reward[index]),
-        "temperature": point.temperature,
-        "top_p": point.top_p,
-        "seed": point.seed,
-        "sample": completions.number[index],
-        "group": completions.prompt[index],
-        **({"hinted": True} if point.hinted else {}),
-        **({TOOL_ANSWERS: [list(span) for span in answers]} if answers else {}),
-    }
+    origin: dict[str, Any] = {"completion": completions.text[index], "reward": float(completions.reward[index])}
+    origin |= {name: getattr(point, name) for name in ("temperature", "top_p", "seed")}
+    origin |= {"sample": completions.number[index], "group": completions.prompt[index]}
+    origin |= {"hinted": True} if point.hinted else {}
+    if answers := completions.answers[index]:
+        origin[TOOL_ANSWERS] = [list(span) for span in answers]
     return {"prompt": record["prompt"], **origin, **{k: v for k, v in record.items() if k != "prompt"}}

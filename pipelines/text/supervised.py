@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs of learning from records: supervised fine-tuning and direct preference optimisation.
-
-They evaluate, learn demonstrations, pairs or votes, evaluate again, and save the model.
-"""
+"""Jobs of learning from records: supervised fine-tuning and direct preference optimisation."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -31,8 +28,6 @@ from .job import planned_evaluation, text_run
 from .parts import TextInputs, build_text_policy, heldout_inputs, text_demonstrations, text_records
 
 __all__ = ["TextDPOConfig", "TextSFTConfig", "plan", "run"]
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -146,12 +141,11 @@ def _completions(config: TextDPOConfig) -> JudgedCompletions:
         return load_pairs(data.train, unusable=data.unusable, names=data.map)
     records: list[dict[str, Any]] = []
     for task, rejected in wrong_solutions(text_records("train", data, config.seed)):
-        prompt, chosen = task["prompt"], task["chosen"]
+        prompt, votes = task["prompt"], ((task["chosen"], True), (rejected, False))
         if config.loss.votes:
-            records.append({"prompt": prompt, "completion": chosen, "label": True})
-            records.append({"prompt": prompt, "completion": rejected, "label": False})
+            records += [{"prompt": prompt, "completion": text, "label": label} for text, label in votes]
         else:
-            records.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
+            records.append({"prompt": prompt, "chosen": task["chosen"], "rejected": rejected})
     return JudgedCompletions(records=records)
 
 

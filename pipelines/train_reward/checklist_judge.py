@@ -107,9 +107,8 @@ class ChecklistJudge(SeeingJudge):
     @torch.no_grad()
     def features(self, example: Example) -> Tensor:
         """[images, F] factors of the rule's weights; each image is asked by itself, for equal last bits, and once."""
-        rows = []
+        rows, text = [], example.prompt if self._reads_prompt else ""
         for image in example.images:
-            text = example.prompt if self._reads_prompt else ""
             content = image.contiguous().numpy().tobytes() + repr((image.shape, text)).encode()
             key = hashlib.blake2b(content).digest()
             if key not in self._features:
@@ -147,24 +146,23 @@ class ChecklistJudge(SeeingJudge):
             for question in self.checklist.questions
         ]
         rows, reasons = self.engine.encode(self.templates[0], queries)
+        refuse(reasons, [query.prompt for query in queries])
         for template in self.templates[1:]:
             fields = check_fields(template)
             aligned = [Query(images=[image], prompt=prompt, fields=fields) for image, prompt in both]
-            more, why = self.engine.encode(template, aligned)
-            queries, rows, reasons = [*queries, *aligned], [*rows, *more], [*reasons, *why]
-        refuse(reasons, [query.prompt for query in queries])
+            more, reasons = self.engine.encode(template, aligned)
+            refuse(reasons, prompts)
+            rows = [*rows, *more]
         return rows, len(both)
 
     def __call__(self, inputs: Any) -> Outputs:
         self._project()
         outputs: dict[str, Tensor] = {}
-        if self.frozen:
-            features = inputs.to(self.weights)
-        else:
+        features = inputs
+        if not self.frozen:
             with self.precision():
                 features, outputs["log_mass"], outputs["odds"] = self._answer(*inputs)
-            features = features.to(self.weights)
-        value = features @ (self.sign * self.weights) + self.checklist.rule.intercept
+        value = features.to(self.weights) @ (self.sign * self.weights) + self.checklist.rule.intercept
         return {"value": value, "weights": self.weights, **outputs}
 
     def _answer(self, rows: list[Any], count: int) -> tuple[Tensor, Tensor, Tensor]:

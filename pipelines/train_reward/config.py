@@ -309,11 +309,8 @@ def _readers(s: TrainRewardConfig) -> dict[str, tuple[bool, str]]:
 
 
 MARKS = ("faults", "checks")  # What is read from an export of visalign collect
-UNREAD = {
-    ("pair", "lora"): ("smoothing", "pair_weight", "likelihood"),  # it learns the share of the votes
-    ("pair", "full"): ("smoothing", "pair_weight", "likelihood"),
-    ("checklist", "head"): ("mass",),
-}
+_OF_SCORES = ("smoothing", "pair_weight", "likelihood")  # A judge of pairs learns the share of the votes
+UNREAD = {("pair", "lora"): _OF_SCORES, ("pair", "full"): _OF_SCORES, ("checklist", "head"): ("mass",)}
 """(kind, trained part) -> settings of the task that the judge does not read."""
 _SOURCES = {
     "pairs": ("shapes:pairs", "pairs", "shapes:pairs or a file of pairs"),

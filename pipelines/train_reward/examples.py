@@ -202,10 +202,8 @@ def with_prompts(examples: Examples, variants: Sequence[Sequence[str]]) -> Examp
 def file_ratings(records: QualitySet) -> Examples:
     """Rated images of a quality set, in its unit."""
     sign = 1.0 if records.higher_is_better else -1.0
-    rows = [
-        Row(f"row {records.row(number)} of '{records.name}'", None, (record.image,))
-        for number, record in enumerate(records.records)
-    ]
+    where = [f"row {records.row(number)} of '{records.name}'" for number in range(len(records))]
+    rows = [Row(w, None, (record.image,)) for w, record in zip(where, records.records, strict=True)]
     labels = [Example(prompt=record.prompt, target=sign * record.mos) for record in records.records]
     content = (record.to_row() for record in records.records)
     return _from_files(rows, labels, content, prompts=(record.origin for record in records.records))
@@ -218,8 +216,7 @@ def file_marks(images: Sequence[MarkedImage]) -> Examples:
         Example(prompt=i.prompt, target=i.plausibility, heat=torch.from_numpy(i.heat()), answers=i.checklist)
         for i in images
     ]
-    content = (asdict(image) for image in images)
-    return _from_files(rows, labels, content, prompts=(image.image for image in images))
+    return _from_files(rows, labels, map(asdict, images), prompts=(image.image for image in images))
 
 
 class _Answer(BaseModel, strict=True):
@@ -237,10 +234,9 @@ def file_answers(records: Sequence[Mapping[str, Any]], *, name: str, right: floa
             answer = _Answer.model_validate(dict(record))
         except ValidationError as error:
             field = str(error.errors()[0]["loc"][0])
+            value = f"row {number} of '{name}' has {excerpt(record.get(field))} under {field!r}"
             needed = "image, caption, completion and reward, as text_sample writes them with data.question"
-            raise UserError(
-                f"row {number} of '{name}' has {excerpt(record.get(field))} under {field!r}; needed are {needed}."
-            ) from error
+            raise UserError(f"{value}; needed are {needed}.") from error
         rows.append(Row(f"row {number} of '{name}'", answer.caption, (answer.image,)))
         is_right = float(answer.reward >= right)
         labels.append(Example(prompt=answer.caption, target=is_right, critique=answer.completion))

@@ -65,10 +65,8 @@ def prepare_reward(config: TrainRewardConfig) -> RewardInputs:
     heldout = None if data.heldout is None else _load(config, "heldout", notes)
     if heldout is not None:
         if shared := sorted(train.prompts & heldout.prompts):
-            count = f"{len(shared)} prompts (of rated images: references) of data.heldout"
-            raise UserError(
-                f"{count} are also in data.train: {listed([repr(prompt) for prompt in shared])}. Keep each in one."
-            )
+            count = f"{len(shared)} prompts (of rated images: references) of data.heldout are also in data.train"
+            raise UserError(f"{count}: {listed([repr(prompt) for prompt in shared])}. Keep each in one.")
         both = {"data.heldout": heldout, "data.train": train}
         images = {name: [ref for row in side.rows for ref in row.images] for name, side in both.items()}
         refuse_shared_images(images, what="of data.heldout are also in data.train")
@@ -82,17 +80,12 @@ def prepare_reward(config: TrainRewardConfig) -> RewardInputs:
             continue
         for where, prompt, _ in examples.rows:
             if prompt is not None and not prompt.strip() and (model.kind != "hp" or config.reads == "triples"):
-                reads = f"and a judge of kind {model.kind} reads it"
-                raise UserError(
-                    f"{name}: the prompt in {where} is {prompt!r}, {reads}. Write one, or take the row out."
-                )
+                blank = f"{name}: the prompt in {where} is {prompt!r}, and a judge of kind {model.kind} reads it"
+                raise UserError(f"{blank}. Write one, or take the row out.")
         check_images(examples.rows, name)
         prints[name] = fingerprint(examples.content)
     if len(train) < data.batch:
-        notes.append(
-            f"data.train holds {len(train)} examples, fewer than data.batch {data.batch}: each update reads "
-            "some of them more than once."
-        )
+        notes.append(f"data.train has {len(train)} examples, fewer than data.batch {data.batch}: some are read again.")
     if isinstance(model, ChecklistModel):
         if model.train == "head":
             notes.append("Each image is asked about once, when first read: the first iterations take the longest.")
@@ -146,9 +139,7 @@ def _marks(config: TrainRewardConfig, images: list[MarkedImage], source: str) ->
 
 def _ratings(config: TrainRewardConfig, records: QualitySet) -> Examples:
     if config.reads != "rows":
-        raise UserError(
-            f"the set holds single rated images, and a judge of kind {config.model.kind} learns from pairs."
-        )
+        raise UserError(f"the set holds single rated images, and judges of kind {config.model.kind} learn from pairs.")
     check_quality(records)
     ratings = records.ratings or records
     outside = [(record.mos, ratings.row(i)) for i, record in enumerate(ratings.records) if not 1 <= record.mos <= 5]
@@ -169,11 +160,11 @@ def _pairs(config: TrainRewardConfig, pairs: PreferenceSet, side: str, notes: li
         return file_pairs(pairs)
     if config.reads == "triples":
         return file_triples(pairs, Path(config.data.train).parent)
-    settings, triples_in = config.data.off_policy, None
+    triples_in = Path(config.data.train).parent if config.objective.task == "hp" else None
     if any(pair.extra.get("image_refined") for pair in pairs.pairs):
-        triples_in = Path(config.data.train).parent if config.objective.task == "hp" else None
         reading = "each is to win over the better image of its row" if triples_in else "only ict and hp read it"
         notes.append(f"data.train has the column image_refined: {reading}.")
+    settings = config.data.off_policy
     weights = settings and _off_policy_weights(pairs, settings, notes)
     return file_pairs(pairs, weights=weights, triples_in=triples_in)
 
@@ -189,9 +180,7 @@ def _off_policy_weights(pairs: PreferenceSet, settings: OffPolicyConfig, notes: 
             ratios.append([math.nan])
         if not all(map(math.isfinite, ratios[-1])):
             columns = f"log_ratio_left {excerpt(values[0])} and log_ratio_right {excerpt(values[1])}"
-            raise UserError(
-                f"row {pairs.row(number)} has {columns}; data.off_policy needs ln of π_today/π_maker in both."
-            )
+            raise UserError(f"row {pairs.row(number)} has {columns}; needed is ln of π_today/π_maker in both.")
     left, right = torch.tensor(ratios, dtype=torch.float64).T
     zeros = torch.zeros_like(left)
     weights = off_policy_pair_weights(left, right, zeros, zeros, alpha=settings.alpha, multiplier=settings.multiplier)

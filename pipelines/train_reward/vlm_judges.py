@@ -159,8 +159,5 @@ class AnswerJudge(SeeingJudge):
 
 def yes_and_no(engine: Any, template: Template) -> tuple[list[int], list[int]]:
     """Ids of the first tokens of both answers."""
-    yes, no = (
-        token_set(engine, template.words.get(key), usual)  # type: ignore[arg-type]
-        for key, usual in (("yes", YES), ("no", NO))
-    )
-    return yes, no
+    words: Any = template.words
+    return token_set(engine, words.get("yes"), YES), token_set(engine, words.get("no"), NO)
