@@ -128,9 +128,7 @@ def test_a_stopped_run_goes_on_to_the_same_weights_and_patience_ends_it(inputs: 
     early = ["optimizer.lr=1e-12", "run.best_by=heldout/accuracy", "run.patience=2", "evaluation.every=1"]
     run(config(inputs, *early), tmp_path / "early")
     assert len(read_metrics(tmp_path / "early/metrics.jsonl")) == 3
-    with pytest.raises(
-        UserError, match=r"run.patience is 2, and run.best_by names no metric that could stop improving"
-    ):
+    with pytest.raises(UserError, match=r"run.patience is 2, and run.best_by names no metric that could stop"):
         run(config(inputs, "run.patience=2"), tmp_path / "never")
 
 
@@ -229,9 +227,7 @@ def test_length_balanced_pairs_leave_length_without_meaning() -> None:
     assert longer_share(texts) == pytest.approx((30 + 2.5) / 45)
     balanced = length_balanced(texts, 0)
     assert longer_share(balanced) == 0.5 and len(balanced) >= 5
-    with pytest.raises(
-        UserError, match=r"finds nothing to balance 1 pairs with: the better completion is the longer one in 100%"
-    ):
+    with pytest.raises(UserError, match=r"finds nothing to balance 1 pairs with: the better completion"):
         length_balanced(texts_of((["aa", "b"], [1, 0])), 0)
 
 
@@ -291,16 +287,8 @@ def test_what_is_refused_and_with_which_words(inputs: Path, tmp_path: Path) -> N
             [],
             "have empty",
         ),
-        (
-            [pair, long],
-            [],
-            r"data.train: the completion 'a+.* has 6\d tokens; the model reads at most 48.*too_long=drop",
-        ),
-        (
-            [{"prompt": "q", "completion": c, "reward": 1} for c in "ab"],
-            [],
-            "none of the 1 prompts has two completions",
-        ),
+        ([pair, long], [], r"data.train: the completion 'a+.* has 6\d tokens; the model reads at most"),
+        ([{"prompt": "q", "completion": c, "reward": 1} for c in "ab"], [], "none of the 1 prompts has two"),
         (
             [{"prompt": "q", "completion": c, "label": 1} for c in "ab"],
             ["objective.task=bce"],
@@ -321,10 +309,7 @@ def test_what_is_refused_and_with_which_words(inputs: Path, tmp_path: Path) -> N
     wide = tmp_path / "wide"
     Qwen3ForSequenceClassification(tiny_config(num_labels=3)).save_pretrained(wide)
     tiny_tokenizer().save_pretrained(wide)
-    with pytest.raises(
-        UserError,
-        match=r"a classifier with 3 outputs \(LABEL_0, .*\), and this objective trains 1 \(LABEL_0\)\. Give its base",
-    ):
+    with pytest.raises(UserError, match=r"a classifier with 3 outputs \(LABEL_0, .*\), and this objective trains 1"):
         run(config(inputs, f"model.path={wide}"), tmp_path / "bad")
     with pytest.raises(RewardError, match="the model has 3 outputs"):
         load_text_reward("reward_model", model=wide)
