@@ -1,5 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""End-to-end jobs: one file each, all wiring, the command line.
-
-It needs every wing, and alone puts them together; no algorithm belongs here.
-"""
+"""End-to-end jobs and the command line: they alone put the wings together; no algorithm belongs here."""

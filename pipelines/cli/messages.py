@@ -29,10 +29,7 @@ _NUL = ("embedded null byte", "embedded null character")
 
 @contextmanager
 def user_messages(*, resume: str | None = None) -> Iterator[None]:
-    """Turn errors that are meant for the user into one message and an exit code.
-
-    All errors keep their traceback when VISALIGN_TRACEBACK is set. After Ctrl-C and SIGTERM `resume` is printed.
-    """
+    """Turn errors meant for the user into a message and an exit code; Ctrl-C and SIGTERM print `resume`."""
     form = warnings.formatwarning
     if not os.environ.get("VISALIGN_TRACEBACK"):
         warnings.formatwarning = _plain_warning

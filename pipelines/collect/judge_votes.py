@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Votes of a judge in the same file as people's, under its own name.
-
-Source: RLAIF, Lee et al., arXiv 2309.00267: both orders of a pair are asked and averaged.
-"""
+"""Votes of a judge beside people's, both orders of a pair asked and averaged (RLAIF, arXiv 2309.00267)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The jobs of diffusion policies: Flow-GRPO and Pref-GRPO.
-
-It needs `shared`; the algorithms belong to `visalign.training` and `visalign.core`.
-"""
+"""The jobs of diffusion policies; the algorithms belong to `visalign.training` and `visalign.core`."""

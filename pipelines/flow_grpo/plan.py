@@ -137,8 +137,7 @@ def planned_cost(
 ) -> float:
     """Compute the forward-equivalents per image of a run in which `trained_share` of the samples train.
 
-    With `rounds` of dynamic sampling the samples of one are trained on; per image of the run `references` are drawn
-    as references, and `replayed` are trained on again.
+    Of `rounds` one is trained on; per image `references` are drawn besides, and `replayed` are trained on again.
     """
     rollout, objective, passes = config.rollout, config.objective, _image_passes(config)
     measured = 0.0

@@ -22,10 +22,7 @@ from .job import SampleSettings, load_sampler
 
 
 def build_demo(settings: SampleSettings) -> Any:
-    """Return the page as a Gradio interface; at strength 1 its image is that of `visalign sample`.
-
-    The slider scales the layers of the denoising network; those of text encoders are fused.
-    """
+    """Return the page as a Gradio interface; its slider scales the layers of the denoising network alone."""
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # read when it is imported
     import gradio
 

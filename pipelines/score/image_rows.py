@@ -116,10 +116,7 @@ def image_rows(
 
 
 def numbered_frames(folder: str | Path) -> list[Path]:
-    """List the frames of a folder that holds one clip, by number; empty for any other folder.
-
-    It holds two or more images whose names differ in their numbers alone. GenEval's samples are no clip.
-    """
+    """List the frames, two or more, of a folder whose names differ in their numbers alone (GenEval's are no clip)."""
     folder = Path(folder)
     if folder.name == SAMPLES and (folder.parent / RECORD).is_file():
         return []

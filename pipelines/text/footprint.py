@@ -29,10 +29,7 @@ NOT_COUNTED = "kernels' workspaces, the allocator's gaps, activations of generat
 
 
 def footprint(config: TextConfig, inputs: TextInputs) -> dict[str, Any]:
-    """Bound memory in GB, operations, hours and tokens a second on each device; empty for a vision-language model.
-
-    Completions count at their full length, and every prompt at the longest one.
-    """
+    """Bound memory, operations, hours and tokens a second at the greatest lengths; empty for images in prompts."""
     from visalign.adapters.causal_lm.loading import VISION_LANGUAGE, from_pretrained
     from visalign.adapters.causal_lm.lora import add_text_lora
 

@@ -276,10 +276,7 @@ def retokenized(rewards: Mapping[str, Any], tokenizer: Any) -> list[str]:
 def build_text_policy(
     model: TextModelConfig, device: torch.device, seed: int, *, reference: bool = True
 ) -> CausalLMPolicy:
-    """Load the language model on its device, with adapters (new weights by the seed) and value head.
-
-    `reference` keeps what `reference()` needs.
-    """
+    """Load the language model with adapters and value head; `reference` keeps what `reference()` needs."""
     from visalign.adapters.causal_lm.loading import load_causal_lm
     from visalign.adapters.causal_lm.policy import CausalLMPolicy
     from visalign.adapters.causal_lm.value_head import ValueHead
@@ -427,10 +424,7 @@ def with_tool(generation: Any, engine: Any, policy: CausalLMPolicy, records: Rec
 
 
 def syncing(config: TextConfig, policy: CausalLMPolicy, generator: Any, output: Path, accelerator: Accelerator) -> Any:
-    """Return a function that hands the weights to the server after an iteration, or None without a server.
-
-    The first process does so; all processes call it, wait, and use the new adapter from then on.
-    """
+    """Return what hands the weights to the server after an iteration, called by all processes; None without one."""
     from accelerate import utils
 
     from visalign.adapters.server.weights import replace_weights

@@ -2,7 +2,6 @@
 """Training of a process reward model from judged completions or labels of steps.
 
 It is a token classifier, or a language model whose log-ratio to its beginning is the reward (implicit).
-It is measured on held-out prompts before and after, and saved as `process.model` reads it.
 """
 
 from __future__ import annotations

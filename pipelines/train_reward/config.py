@@ -88,10 +88,7 @@ class HpModel(TrainedModel):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DiversityConfig:
-    """Diversity loss of an ensemble's next member: −weight · `visalign.core.nuclear_diversity` of the LoRA matrices.
-
-    Zhai et al., arXiv 2401.00243, whose members are trained together; here one after another, the earlier ones fixed.
-    """
+    """−weight · `visalign.core.nuclear_diversity` of the next member's LoRA with the fixed ones (arXiv 2401.00243)."""
 
     others: Annotated[list[str], Field(min_length=1)]
     """Folders of the members, trained from the same base with adapters of the same layers."""

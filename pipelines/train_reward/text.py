@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training of a reward for texts: a sequence classifier on pairs, rankings or scores of completions.
-
-It is measured on held-out prompts before and after, and saved as `AutoModelForSequenceClassification` and the
-reward `reward_model` read it.
-"""
+"""Training of a reward for texts: a sequence classifier on pairs, rankings or scores, read by `reward_model`."""
 
 from __future__ import annotations
 

@@ -29,10 +29,7 @@ from .judges import SeeingJudge, base_name, cast, refuse, trainable
 
 
 class Hpsv3Judge(SeeingJudge):
-    """Mean and log-deviation, read at the reward token by a new head.
-
-    The token's embedding is trained with every setting but head; with adapters it is a parameter of its own.
-    """
+    """Mean and log-deviation, read by a new head at the reward token, whose embedding trains unless train=head."""
 
     def __init__(self, config: TrainRewardConfig, device: torch.device) -> None:
         super().__init__(config, device)

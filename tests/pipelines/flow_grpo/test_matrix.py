@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two updates of each algorithm on kinds of family: on-policy, adapters alone, finite, at planned cost."""
+"""Two updates of each algorithm on kinds of family: on-policy, adapters alone, finite; a video on all its frames."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ from accelerate import Accelerator
 from tests.support.models.pipelines import tiny_pipeline
 from tests.support.models.sd3 import tiny_sd3_pipeline
 from tests.support.training.images import Brightness
-from visalign.adapters import SD3Policy
-from visalign.adapters.lora import LoraSettings
-from visalign.adapters.pipeline.policy import PipelinePolicy
+from visalign.adapters import LoraSettings, PipelinePolicy, SD3Policy
 from visalign.config import load_config
 from visalign.core import NAMED, REGRESSIONS, Objective
 from visalign.core.objective.decisions import check_decisions
+from visalign.evaluation.heldout.images import evaluate
+from visalign.flow.rollout import rollout
 from visalign.pipelines.flow_grpo.config import FlowGRPOConfig
 from visalign.pipelines.flow_grpo.plan import planned_cost
-from visalign.rewards import FunctionReward
-from visalign.rewards.combine.weighted_sum import WeightedSum
+from visalign.rewards import Frames, FunctionReward, WeightedSum
 from visalign.rewards.pairs.as_pairwise import as_pairwise
 from visalign.rewards.pairs.as_pointwise import GroupWinRate
+from visalign.seeds import sample_seed
 from visalign.training import FlowGRPO, RewardGradient, RunSettings, Trainer, VelocityRegression
+from visalign.training.diffusion.rollout_settings import RolloutSettings
+from visalign.training.loop.optimizer import OptimizerSettings
 
 FAMILIES = {
     "sd3": "concatenated guidance, the adapter written for it",
@@ -214,3 +216,38 @@ def test_a_gradient_goes_through_the_velocity_and_the_decoder(family: str) -> No
     x = torch.randn(1, *policy.latent_shape, requires_grad=True)
     for made in (policy.velocity(x, torch.tensor([0.5]), policy.encode(["a cat"])), policy.decode(x)):
         assert torch.autograd.grad(made.square().sum(), x)[0].any()
+
+
+def test_a_video_is_trained_and_evaluated_on_all_its_frames(tmp_path):
+    pipe, options = tiny_pipeline("wan")
+    policy = PipelinePolicy(pipe, lora=LoraSettings(rank=2, alpha=4), **options)
+    scored: list[int] = []
+
+    class Watched(Brightness):
+        def score(self, images, prompts, metadata=None):
+            scored.append(len(images))
+            return super().score(images, prompts, metadata)
+
+    records = [{"prompt": "a red circle"}, {"prompt": "two blue squares!"}]
+    algorithm = FlowGRPO(
+        policy,
+        WeightedSum({"light": (Frames(Watched(), 3), 1.0)}),
+        records,
+        rollout=RolloutSettings(prompts_per_iteration=2, group_size=2, steps=3),
+    )
+    before = [p.clone() for _, p in policy.trainable_parameters()]
+    result = Trainer(
+        algorithm,
+        optimizer=OptimizerSettings(lr=1e-3, updates_per_iteration=1),
+        run=RunSettings(folder=tmp_path, iterations=2),
+    ).train()
+    assert result.counters.updates == 2 and result.counters.skipped == 0 and scored == [4 * 3] * 2
+    assert any(not torch.equal(a, b) for a, (_, b) in zip(before, policy.trainable_parameters(), strict=True))
+    rewards = {"all": Frames(Brightness(), 5), "middle": Brightness()}
+    sigmas, prompts = policy.sigmas(3), [record["prompt"] for record in records]
+    heldout = evaluate(policy, rewards, records, seeds=[0], sigmas=sigmas, batch_size=2, correctness=None)
+    seeds = [sample_seed("heldout", prompt, 0) for prompt in prompts]
+    latents = rollout(policy, policy.encode(prompts), sigmas=sigmas, seeds=seeds).latents
+    light = policy.decode_frames(latents).mean((2, 3, 4))
+    assert heldout.scores["all"].tolist() == pytest.approx(light.mean(1).tolist(), abs=2e-3)
+    assert heldout.scores["middle"].tolist() == pytest.approx(light[:, 2].tolist(), abs=2e-3)

@@ -23,6 +23,7 @@ from visalign.errors import UserError
 from visalign.pipelines.train_reward.examples import shapes_pairs, shapes_ratings, shapes_triples
 from visalign.pipelines.train_reward.inputs import prepare_reward
 from visalign.pipelines.train_reward.job import TrainRewardConfig, build_judge, plan, run
+from visalign.rewards import load_judge
 from visalign.rewards.hpsv3.judge import HPSv3
 from visalign.rewards.questions.reward_dance import RewardDance, RewardDancePairs
 from visalign.rewards.questions.vision_reward import VisionReward
@@ -363,3 +364,38 @@ def test_the_packaged_configurations_are_planned(name):
     planned = plan(config)
     assert planned["length"]["epochs"] > 0.3
     assert config.optimizer.decay_updates == planned["length"]["updates"]
+
+
+def test_adapters_that_find_no_layer_are_refused():
+    overrides = ["model.kind=yes_no", "objective.task=yes_no", "model.lora.target_modules=[nothing]"]
+    config = load_config(TrainRewardConfig, None, overrides)
+    with pytest.raises(UserError, match=r"model\.lora cannot be added to 'shapes-vlm': .*target_modules, or"):
+        build_judge(config, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "task", "name"),
+    [("pair", "yes_no", "reward_dance_pairs"), ("checklist", "checklist", "vision_reward")],
+    ids=["pair", "checklist"],
+)
+def test_our_own_questions_are_asked_alike_in_training_and_by_the_saved_judge(tmp_path, kind, task, name):
+    (tmp_path / "vlm").mkdir()
+    (tmp_path / "vlm" / "judge.json").write_text(json.dumps({"base": "shapes-vlm"}))
+    config = _config(tmp_path, kind, "lora", task)
+    judge: Any = build_judge(config, torch.device("cpu"))
+    judge.train(False)
+    examples = prepare_reward(config).heldout
+    assert examples is not None
+    rows = [examples[n] for n in range(4)]
+    with torch.no_grad():
+        said = judge(judge.encode(rows, heldout=True).inputs)["value"]
+    judge.save(tmp_path / "judge")
+    read: Any = load_judge(name, model=str(tmp_path / "judge"), min_mass=0.0)
+    prompts = [row.prompt for row in rows]
+    images = [[row.images[side] for row in rows] for side in range(len(rows[0].images))]
+    if kind == "pair":
+        found, said = read.compare(*images, prompts).log_odds, said[:4] - said[4:]
+    else:
+        found = torch.cat([read.score(side, prompts).value for side in images])
+    assert said.std() > 1e-3
+    torch.testing.assert_close(found, said, rtol=1e-4, atol=1e-5)
