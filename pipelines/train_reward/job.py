@@ -108,8 +108,7 @@ def build_judge(config: TrainRewardConfig, device: Any) -> Any:
     """Load the judge on its device, ready to train."""
     from .checklist_judge import ChecklistJudge
     from .clip_judges import HpJudge, IctJudge
-    from .heie_judge import HeieJudge
-    from .vlm_judges import AnswerJudge, Hpsv3Judge
+    from .vlm_judges import AnswerJudge, HeieJudge, Hpsv3Judge
 
     kinds = {"hpsv3": Hpsv3Judge, "checklist": ChecklistJudge, "heie": HeieJudge, "ict": IctJudge, "hp": HpJudge}
     return kinds.get(config.model.kind, AnswerJudge)(config, device)
