@@ -116,9 +116,8 @@ class Explains(Brightness):
     def score(self, images: Any, prompts: Any, metadata: Any = None) -> Scores:
         found = super().score(images, prompts, metadata)
         parts = {"light_part": found.value.clone()}
-        return Scores(
-            value=found.value, valid=found.valid, unit="x", parts=parts, text=["<script>bad</script>", "fine"]
-        )
+        said = ["<script>bad</script>", "fine"]
+        return Scores(value=found.value, valid=found.valid, unit="x", parts=parts, text=said)
 
 
 def test_votes_are_counted_and_the_page_shows_why() -> None:
@@ -134,9 +133,8 @@ def test_votes_are_counted_and_the_page_shows_why() -> None:
     json.dumps(result, allow_nan=False)
     page = compare_page(result, TWO, ["first.png", "second.png"])
     assert page.count('src="data:image/png') == 2 and "Image A: first.png" in page
-    assert (
-        "light part" in page and "&lt;script&gt;bad" in page and page.count("<script") == 1 and "<b>bold" not in page
-    )
+    assert all(text in page for text in ("light part", "&lt;script&gt;bad")) and "<b>bold" not in page
+    assert page.count("<script") == 1
     assert "Being on the left adds +0.50" in page and "could not judge" in page
 
 

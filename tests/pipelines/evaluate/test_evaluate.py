@@ -53,22 +53,14 @@ class Brightness:
         self.metadata = metadata
         values = torch.tensor([float(np.asarray(image).mean()) for image in images])
         valid = torch.tensor(["cross" not in prompt for prompt in prompts])
-        return Scores(
-            value=torch.where(valid, values, torch.nan),
-            valid=valid,
-            unit=self.unit,
-            reason=[None if ok else "no crosses, please" for ok in valid],
-        )
+        reason = [None if ok else "no crosses, please" for ok in valid]
+        return Scores(value=torch.where(valid, values, torch.nan), valid=valid, unit=self.unit, reason=reason)
 
 
 def test_judges_of_edits_are_told_the_source():
     [pair] = shapes_pairs(1).pairs
-    columns: list[dict[str, Any]] = [
-        {"source": "cup.png"},
-        {"metadata": json.dumps({"source": ["cup.png", "table.png"]})},
-        {"source": "coco", "record": {"tag": "colors"}},
-        {},
-    ]
+    both = {"metadata": json.dumps({"source": ["cup.png", "table.png"]})}
+    columns = [{"source": "cup.png"}, both, {"source": "coco", "record": {"tag": "colors"}}, {}]
     given = [replace(pair, extra=extra) for extra in columns]
     judge = Brightness()
     score_pairs(PreferenceSet(name="edits", pairs=tuple(given)), judge, batch_size=8)
@@ -93,11 +85,8 @@ def table(folder: Path, count: int = 120, **columns: Any) -> Path:
     pairs = []
     for pair in shapes_pairs(count).pairs:
         noise = rng.normal(0, 0.3, 2)
-        scores = {
-            "good_left": pair.extra["utility_left"] + noise[0],
-            "good_right": pair.extra["utility_right"] + noise[1],
-            "coin_prob": float(rng.random()),
-        }
+        scores = {f"good_{side}": pair.extra[f"utility_{side}"] + noise[n] for n, side in enumerate(("left", "right"))}
+        scores["coin_prob"] = float(rng.random())
         pairs.append(replace(pair, extra={**scores, **{key: make(pair) for key, make in columns.items()}}))
     return write_rows(folder / "set.jsonl", pairs)
 
@@ -108,14 +97,8 @@ def test_a_judge_tells_pairs_that_it_was_trained_on(tmp_path: Path) -> None:
         levels = np.random.default_rng(number).integers(0, 256, (9, 8, 3), dtype=np.uint8)
         Image.fromarray(levels).save(tmp_path / f"{name}.png")
     copy.write_bytes((tmp_path / "b.png").read_bytes())
-    rows = [
-        {"prompt": "a", "image_left": left, "image_right": right, "label": label}
-        for left, right, label in (
-            ("a.png", "copy.png", "left"),
-            ("c.png", "d.png", "right"),
-            ("e.png", "f.png", "left"),
-        )
-    ]
+    sides = (("a.png", "copy.png", "left"), ("c.png", "d.png", "right"), ("e.png", "f.png", "left"))
+    rows = [{"prompt": "a", "image_left": a, "image_right": b, "label": label} for a, b, label in sides]
     (tmp_path / "set.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     asked: dict[str, Any] = {"rewards": ["clip_score"], "options": [f"model={model}"], "settings": FAST}
 
@@ -164,9 +147,8 @@ def test_too_many_missing_scores_are_refused(tmp_path: Path, kind: str) -> None:
     sides = {"image_left": "l.png", "image_right": "r.png", "label": "left", "mine_right": 1}
     for number in range(6):
         score = {"mine": "x" if number > 1 else number, "mine_left": "x" if number else 2}
-        row = {"prompt": f"{number}", **score} | (
-            sides if kind == "pairs" else {"image": f"{number}.png", "mos": number}
-        )
+        own = sides if kind == "pairs" else {"image": f"{number}.png", "mos": number}
+        row = {"prompt": f"{number}", **score, **own}
         with (tmp_path / "set.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
     options: dict[str, Any] = {"source": str(tmp_path / "set.jsonl"), "columns": ["mine"], "settings": FAST}

@@ -243,10 +243,8 @@ def test_a_video_is_written_whole_beside_its_middle_frame(tmp_path, monkeypatch)
     frames = load_reward("frames", reward="saturation", frames=9)
     judges = {"saturation": load_reward("saturation"), "all": frames}
     table = job.sample_images([{"prompt": "a ball rolls"}], settings, tmp_path / "out", rewards=judges)
-    assert [(row["image"], row["clip"]) for row in table] == [
-        ("0000_0.png", "0000_0.webp"),
-        ("0000_1.png", "0000_1.webp"),
-    ]
+    assert [row["image"] for row in table] == ["0000_0.png", "0000_1.png"]
+    assert [row["clip"] for row in table] == ["0000_0.webp", "0000_1.webp"]
     assert rows(tmp_path / "out") == table
     seeds = [sample_seed("sample", "a ball rolls", seed, 0) for seed in (0, 1)]
     sigmas, condition = policy.sigmas(2), policy.encode(["a ball rolls"] * 2)

@@ -25,7 +25,6 @@ from visalign.pipelines.cli.show import result_files
 from visalign.pipelines.jobs import load_job
 from visalign.pipelines.shared.job import TrainingInterrupted
 from visalign.pipelines.text import job as text_grpo
-from visalign.pipelines.text import job as text_ppo
 from visalign.pipelines.text.config import ServerConfig
 from visalign.pipelines.text.job import TextGRPOConfig, TextPPOConfig, load_code, plan
 from visalign.pipelines.text.parts import prepare, syncing
@@ -161,20 +160,9 @@ def test_interrupted_and_resumed_equals_uninterrupted(finished, tmp_path, monkey
 
 
 def test_ppo_with_lora_and_ptx_writes_an_adapter(tmp_path):
-    config = load_config(
-        TextPPOConfig,
-        None,
-        [
-            *SMALL,
-            "objective.algorithm=ppo_ptx",
-            "objective.changes={ptx: 0.1}",
-            "data.demonstrations=tasks:train",
-            "data.demonstrations_batch=4",
-            "model.value=shared",
-            "model.lora={rank: 4, alpha: 8}",
-        ],
-    )
-    text_ppo.run(config, tmp_path / "run")
+    own = ["objective.algorithm=ppo_ptx", "objective.changes={ptx: 0.1}", "data.demonstrations=tasks:train"]
+    own += ["data.demonstrations_batch=4", "model.value=shared", "model.lora={rank: 4, alpha: 8}"]
+    text_grpo.run(load_config(TextPPOConfig, None, [*SMALL, *own]), tmp_path / "run")
     names = {path.name for path in (tmp_path / "run" / "lora").iterdir()}
     assert "adapter_config.json" in names and "adapter_model.safetensors" in names
     records = read_metrics(tmp_path / "run" / "metrics.jsonl")
@@ -236,24 +224,21 @@ def test_the_first_process_hands_the_adapters_over_and_all_ask_for_them(
     first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
-    generator = SimpleNamespace(
-        model="base", weights_folder=None, sync=lambda folder, server_folder: done.append("sync")
-    )
+    sync: Any = lambda folder, server_folder: done.append("sync")  # noqa: E731
+    generator = SimpleNamespace(model="base", weights_folder=None, sync=sync)
     policy: Any = SimpleNamespace(save=lambda folder: done.append("save"), module=nn.Identity())
     monkeypatch.setattr("accelerate.utils.broadcast_object_list", lambda given: ["visalign-1", "here"])
     config: Any = SimpleNamespace(server=ServerConfig(base_url="http://x/v1", model="base"))
     process: Any = SimpleNamespace(is_main_process=first)
-    sync = syncing(config, policy, generator, tmp_path, process)
-    sync(1)
+    syncing(config, policy, generator, tmp_path, process)(1)
     assert (generator.model, generator.weights_folder) == ("visalign-1", "here")
     assert done == (["save", "sync"] if first else [])
 
 
 def test_a_whole_model_is_handed_over_in_the_folder_of_the_server(tmp_path: Path) -> None:
     done: list[str] = []
-    generator = SimpleNamespace(
-        model="base", weights_folder=None, reload=lambda folder: done.append(f"reload {folder.name}")
-    )
+    reload: Any = lambda folder: done.append(f"reload {folder.name}")  # noqa: E731
+    generator = SimpleNamespace(model="base", weights_folder=None, reload=reload)
     model = SimpleNamespace(save_pretrained=lambda folder: (folder / "model.safetensors").touch())
     policy: Any = SimpleNamespace(model=model, module=nn.Identity())
     server = ServerConfig(base_url="http://x/v1", model="base", model_folder=str(tmp_path / "served"))

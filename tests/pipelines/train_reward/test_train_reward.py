@@ -228,17 +228,12 @@ def _set(folder: Path, name: str, rows: list[dict[str, Any]]) -> str:
 
 
 def _pairs(prompt: str, count: int = 6, **more: Any) -> list[dict[str, Any]]:
-    return [
-        {
-            "prompt": f"{prompt} {n}",
-            "image_left": f"{prompt}{n}a.png",
-            "image_right": f"{prompt}{n}b.png",
-            "votes_left": 3 + n % 3,
-            "votes_right": 4 - n % 2,
-            **more,
-        }
-        for n in range(count)
-    ]
+    rows = []
+    for n in range(count):
+        images = {"image_left": f"{prompt}{n}a.png", "image_right": f"{prompt}{n}b.png"}
+        votes = {"votes_left": 3 + n % 3, "votes_right": 4 - n % 2}
+        rows.append({"prompt": f"{prompt} {n}", **images, **votes, **more})
+    return rows
 
 
 def test_files_of_pairs_train_a_judge(models, tmp_path):
@@ -324,10 +319,9 @@ def test_sets_that_cannot_be_used_are_refused(models, tmp_path, change, message)
 
 
 def test_contradictions_and_leaks_between_splits_are_refused(models, tmp_path):
-    single = [
-        {"prompt": "t", "image_left": "a.png", "image_right": "b.png", "label": side} for side in ("left", "right")
-    ]
-    data = {"train": _set(tmp_path, "c.jsonl", single), "heldout": None}
+    pair = {"prompt": "t", "image_left": "a.png", "image_right": "b.png"}
+    both = [{**pair, "label": side} for side in ("left", "right")]
+    data = {"train": _set(tmp_path, "c.jsonl", both), "heldout": None}
     with pytest.raises(UserError, match=r"1 pairs of .* are judged as often one way as the other.*Count them as"):
         prepare_reward(_config(models, "hpsv3", data=data))
     split = [{**row, "prompt": "same", "split": ("train", "test")[n % 2]} for n, row in enumerate(_pairs("t"))]
