@@ -84,12 +84,8 @@ def test_a_vote_from_the_first_question_to_the_file(store, url):
         assert found.headers["content-type"] == "image/png", side
         assert "l0" not in str(found.headers) and found.content[:4] == b"\x89PNG"
         assert found.headers["cache-control"] == "no-store", "the next file of votes has the same numbers"
-    answer = {
-        "choice": "left",
-        "checklist": {"Is it red?": False},
-        "text": "Händ 🖐",
-        "boxes": [["left", 0, 0, 0.5, 1]],
-    }
+    answer = {"choice": "left", "checklist": {"Is it red?": False}, "text": "Händ 🖐"}
+    answer["boxes"] = [["left", 0, 0, 0.5, 1]]
     sent = {"client": "c1", "assignment": shown["assignment"], "answer": answer, "seconds": 2.5}
     for _ in range(2):
         assert ada.post("/vote", json=sent).json() == {"kept": "c1"}

@@ -38,14 +38,9 @@ def made(tmp_path: Path, count: int = 8, *, single: bool = False, gold: int = 0,
         places = [tmp_path / f"{side}{number}.png" for side in "lr"]
         for path, level in zip(places, (50, 150), strict=True):
             Image.new("RGB", (8, 8), (level + number,) * 3).save(path)
-        tasks.append(
-            Task(
-                prompt=f"p{number}",
-                images=tuple(map(str, places[: 1 if single else 2])),
-                gold="right" if number < gold else None,
-                extra={"generator_left": "old", "seed": number},
-            )
-        )
+        images, known = tuple(map(str, places[: 1 if single else 2])), "right" if number < gold else None
+        extra = {"generator_left": "old", "seed": number}
+        tasks.append(Task(prompt=f"p{number}", images=images, gold=known, extra=extra))
     plan = Plan(votes=0, repeat_every=3, gold_every=2)
     return VoteStore.create(tmp_path / "v.sqlite", tasks, Form(**form), plan)
 

@@ -121,12 +121,8 @@ class Explains(Brightness):
 
 
 def test_votes_are_counted_and_the_page_shows_why() -> None:
-    judges = {
-        "light": Explains(),
-        "dark": Brightness(higher_is_better=False),
-        "pairs": BrightnessPairs(bias=0.5),
-        "silent": BrightnessPairs(fails=lambda left, right: True),
-    }
+    judges: dict[str, Any] = {"light": Explains(), "dark": Brightness(higher_is_better=False)}
+    judges |= {"pairs": BrightnessPairs(bias=0.5), "silent": BrightnessPairs(fails=lambda left, right: True)}
     result = compare_images(TWO, "<b>bold</b>", judges)
     assert result["votes"] == {"B": ["light", "pairs"], "A": ["dark"], "failed": ["silent"]}
     assert result["summary"] == "B is better for 2 of 3 judges, A for 1."

@@ -137,16 +137,8 @@ def test_an_edit_is_known_by_its_source(folder, tmp_path):
 
 
 def test_edits_are_sampled_and_paired_by_source(folder, tmp_path):
-    options = (
-        "--option",
-        "image_size=[16, 8]",
-        "--option",
-        "call={_auto_resize: false}",
-        "--steps",
-        "1",
-        "--seeds",
-        "0,1",
-    )
+    options = ("--option", "image_size=[16, 8]", "--option", "call={_auto_resize: false}")
+    options += ("--steps", "1", "--seeds", "0,1")
     given = ["sample", f"{folder}/edits.jsonl", "-m", f"{folder}/model", *options, "-o", f"{tmp_path}/made"]
     done = CliRunner().invoke(app, given)
     assert done.exit_code == 0, done.output

@@ -22,7 +22,6 @@ from visalign.config import load_config
 from visalign.core import NAMED, REGRESSIONS, Objective
 from visalign.core.objective.decisions import check_decisions
 from visalign.evaluation.heldout.images import evaluate
-from visalign.flow.rollout import rollout
 from visalign.pipelines.flow_grpo.config import FlowGRPOConfig
 from visalign.pipelines.flow_grpo.plan import planned_cost
 from visalign.rewards import Frames, FunctionReward, WeightedSum
@@ -50,40 +49,30 @@ BASE = (
 IMPORTANCE = "{kl: 0, importance_sampling: {level: token, mode: truncate, high: 2.0}}"
 TREE = "rollout.branch={at: [0], children: 2}"
 DEEP = "rollout.branch={at: [0, 1], children: 2}"
+LEVELS = ("diffusion_nft", "ram", "diffusion_dpo")
+NFT = "objective={algorithm: diffusion_nft, changes: {levels: 2, kl: 0.1}}"
 KINDS: dict[str, tuple[str, ...]] = {
     "flow_grpo": (),
-    "grpo_guard": ("objective.algorithm=grpo_guard",),
-    "flow_gspo": ("objective.algorithm=flow_gspo",),
-    "flow_dppo": ("objective.algorithm=flow_dppo",),
+    **{name: (f"objective.algorithm={name}",) for name in ("grpo_guard", "flow_gspo", "flow_dppo", "par")},
     "kl_in_reward": ("objective.algorithm=reinforce_pp",),
     "stale": (f"objective.changes={IMPORTANCE}", "rollout.staleness=1"),
     "tree": (TREE, "objective.credit=branches"),
-    "turning_points": ("objective.credit=turning_points",),
-    "one_step": ("objective.credit=one_step",),
-    "diffusion_nft": ("objective={algorithm: diffusion_nft, changes: {levels: 2}}",),
-    "ram": ("objective={algorithm: ram, changes: {levels: 2}}",),
-    "diffusion_dpo": ("objective={algorithm: diffusion_dpo, changes: {levels: 2}}",),
+    **{name: (f"objective={{algorithm: {name}, changes: {{levels: 2}}}}",) for name in LEVELS},
+    **{name: (f"objective.credit={name}",) for name in ("turning_points", "one_step")},
     "draft": ("objective={algorithm: draft, changes: {last: 2, kl: 0.1}}",),
     "draft_lv": ("objective={algorithm: draft_lv}",),
     "refl": ("objective={algorithm: refl, changes: {stop_range: [0.3, 1.0]}}",),
     "dynamic": ("dynamic={enabled: true, max_rounds: 2}",),
-    "par": ("objective.algorithm=par",),
     "flowrl": ("objective={algorithm: flowrl, changes: {surrogate_options: {beta: 0.01}}}",),
     "riskpo": ("objective={algorithm: riskpo, changes: {advantage_options: {bundle: 2}}}",),
     "entrocraft": ("objective={algorithm: entrocraft, changes: {selection_options: {low: 0.0, high: 2.0}}}",),
-    "replay": (
-        "objective={algorithm: diffusion_nft, changes: {levels: 2, kl: 0.1}}",
-        "self_imitation={warmup: 1, batch: 3}",
-    ),
+    "replay": (NFT, "self_imitation={warmup: 1, batch: 3}"),
     "window": ("rollout.sde_window=1",),
     "shared_noise": ("rollout.shared_noise=true",),
     "epochs": ("objective.epochs=2",),
     "deep_tree": (DEEP, "objective={credit: branches, algorithm: grpo_guard}"),
     "canon": ("objective={algorithm: canon, metric: level}",),
-    "rollout_guidance": (
-        "objective={algorithm: diffusion_nft, changes: {levels: 2, kl: 0.1}}",
-        "rollout.guidance=3.0",
-    ),
+    "rollout_guidance": (NFT, "rollout.guidance=3.0"),
 }
 """Settings of a kind; algorithms that need none are added below."""
 
@@ -229,18 +218,11 @@ def test_a_video_is_trained_and_evaluated_on_all_its_frames(tmp_path):
             return super().score(images, prompts, metadata)
 
     records = [{"prompt": "a red circle"}, {"prompt": "two blue squares!"}]
-    algorithm = FlowGRPO(
-        policy,
-        WeightedSum({"light": (Frames(Watched(), 3), 1.0)}),
-        records,
-        rollout=RolloutSettings(prompts_per_iteration=2, group_size=2, steps=3),
-    )
+    rollout, reward = RolloutSettings(prompts_per_iteration=2, group_size=2, steps=3), Frames(Watched(), 3)
+    algorithm = FlowGRPO(policy, WeightedSum({"light": (reward, 1.0)}), records, rollout=rollout)
     before = [p.clone() for _, p in policy.trainable_parameters()]
-    result = Trainer(
-        algorithm,
-        optimizer=OptimizerSettings(lr=1e-3, updates_per_iteration=1),
-        run=RunSettings(folder=tmp_path, iterations=2),
-    ).train()
+    optimizer = OptimizerSettings(lr=1e-3, updates_per_iteration=1)
+    result = Trainer(algorithm, optimizer=optimizer, run=RunSettings(folder=tmp_path, iterations=2)).train()
     assert result.counters.updates == 2 and result.counters.skipped == 0 and scored == [4 * 3] * 2
     assert any(not torch.equal(a, b) for a, (_, b) in zip(before, policy.trainable_parameters(), strict=True))
     rewards = {"all": Frames(Brightness(), 5), "middle": Brightness()}

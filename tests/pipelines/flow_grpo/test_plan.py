@@ -191,12 +191,8 @@ def test_several_sizes_are_planned_by_the_largest_and_their_mean(folders):
 
 def test_merged_weights_are_counted_beyond_what_is_free_while_sampling(folders):
     """Beside them no activations of a micro-batch are held."""
-    small = (
-        "model.image_size=16",
-        "optimizer.micro_batch=1",
-        "model.lora.target_modules=[to_q, net.2, linear]",
-        "model.lora.rank=1",
-    )
+    small = ("model.image_size=16", "optimizer.micro_batch=1", "model.lora.rank=1")
+    small += ("model.lora.target_modules=[to_q, net.2, linear]",)
     config = configured(folders, "sd3", "objective.algorithm=awm", *small, "rollout.merge_adapters=true")
     memory = estimate(config)["memory_in_GB"]
     policy: Any = build_policy(config.model, torch.device("cpu"), 0)

@@ -41,11 +41,8 @@ class Brighter:
         valid = torch.ones(len(prompts), dtype=torch.bool)
         if self.broken:
             valid &= (means[0] > 0.2) & (means[1] > 0.2)
-        return Preferences(
-            prob=torch.where(valid, prob, torch.nan),
-            valid=valid,
-            reason=[None if ok else "too dark" for ok in valid.tolist()],
-        )
+        reason = [None if ok else "too dark" for ok in valid.tolist()]
+        return Preferences(prob=torch.where(valid, prob, torch.nan), valid=valid, reason=reason)
 
 
 def grey(*levels: float) -> Tensor:
@@ -122,20 +119,10 @@ def test_a_run_on_a_pairwise_judge(files, tmp_path):
 
 
 def test_scores_beside_win_rates(files):
-    inputs = prepare(
-        config(
-            files,
-            "rewards.terms={sharpness: {}, verifier: {name: shapes_verifier}}",
-            "rewards.allow_mixed_units=true",
-            "comparison.scores=[verifier]",
-        ),
-        1,
-    )
-    scores = inputs.reward.score(
-        torch.rand(4, 3, 64, 64, generator=torch.Generator().manual_seed(0)),
-        ["a circle"] * 4,
-        [{"include": [{"class": "circle", "count": 1}]}] * 4,
-    )
+    own = ["rewards.terms={sharpness: {}, verifier: {name: shapes_verifier}}", "rewards.allow_mixed_units=true"]
+    inputs = prepare(config(files, *own, "comparison.scores=[verifier]"), 1)
+    images = torch.rand(4, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    scores = inputs.reward.score(images, ["a circle"] * 4, [{"include": [{"class": "circle", "count": 1}]}] * 4)
     assert sorted(scores.parts["sharpness"].tolist()) == pytest.approx([0, 1 / 3, 2 / 3, 1])
     assert set(scores.parts["verifier"].tolist()) <= {0.0, 1.0}
 

@@ -78,18 +78,10 @@ def test_a_recipe_runs_on_a_tiny_model_of_its_family(name, tmp_path):
     frozen = {n: p.clone() for n, p in policy.module.named_parameters() if not p.requires_grad}
     before = [p.clone() for _, p in policy.trainable_parameters()]
     rollout = replace(config.rollout, prompts_per_iteration=2, group_size=4, steps=min(10, config.rollout.steps))
-    algorithm = FlowGRPO(
-        policy,
-        Brightness(),
-        [given if isinstance(given, dict) else {"prompt": given} for given in prompts],
-        rollout=rollout,
-        objective=config.objective,
-    )
-    trainer = Trainer(
-        algorithm,
-        optimizer=replace(config.optimizer, lr=1e-3, updates_per_iteration=1),
-        run=RunSettings(folder=tmp_path, iterations=1),
-    )
+    records = [given if isinstance(given, dict) else {"prompt": given} for given in prompts]
+    algorithm = FlowGRPO(policy, Brightness(), records, rollout=rollout, objective=config.objective)
+    optimizer = replace(config.optimizer, lr=1e-3, updates_per_iteration=1)
+    trainer = Trainer(algorithm, optimizer=optimizer, run=RunSettings(folder=tmp_path, iterations=1))
     start = policy.forward_count.equivalents
     result = trainer.train()
     assert result.counters.updates == 1 and result.counters.skipped == 0

@@ -33,11 +33,8 @@ def test_a_run_by_the_configuration(tmp_path):
     (tmp_path / "prompts.txt").write_text("a red circle\ntwo circles\n")
     prompts = tmp_path / "prompts.txt"
     config = _config(
-        f"model.path={tmp_path}/model",
-        f"data.train={prompts}",
-        f"data.heldout={prompts}",
-        "evaluation.correctness=null",
-        "evaluation.rewards={jpeg_size: {}}",
+        *(f"model.path={tmp_path}/model", f"data={{train: {prompts}, heldout: {prompts}}}"),
+        "evaluation={correctness: null, rewards: {jpeg_size: {}}}",
         "rewards={terms: {vendi_gain: {}, jpeg_size: {}}, allow_mixed_units: true}",
         "objective={algorithm: ram, changes: {levels: 2, reference_guidance: 3.0}}",
         "rollout.guidance=2.0",

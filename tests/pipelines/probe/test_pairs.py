@@ -196,14 +196,8 @@ def test_the_others_of_ones_own_images(tmp_path: Path) -> None:
         [(round(float(other.image[0, 0, 0]) * 25.5), other.prompt) for other in found.rivals(row)]
         for row in range(len(rows))
     ]
-    assert shown == [
-        [(2, "three"), (4, "three")],
-        [(5, "two")],
-        [(4, "three"), (0, "three")],
-        [(4, "one"), (5, "one")],
-        [(0, "three"), (2, "three")],
-        [],
-    ]
+    threes = [[(a, "three"), (b, "three")] for a, b in ((2, 4), (4, 0), (0, 2))]
+    assert shown == [threes[0], [(5, "two")], threes[1], [(4, "one"), (5, "one")], threes[2], []]
     assert found.strangers == 1
     with pytest.raises(UserError, match="judged 0 of 0 pairs of reference images, and 2 are needed"):
         probe_reward(BrightnessPairs(), read_reference("here", rows[:1]))

@@ -75,18 +75,8 @@ def test_the_command_probes_a_table_of_texts(tmp_path: Path):
     rows = [{"prompt": prompt, "completion": text} for prompt, text in texts.items()]
     table.write_text("\n".join(map(json.dumps, rows)))
     code.write_text("def mine(completions, **columns):\n    return [len(text) for text in completions]\n")
-    arguments = [
-        "probe-reward",
-        f"{code}:mine",
-        "-i",
-        table,
-        "-o",
-        tmp_path / "page",
-        "--only",
-        "length",
-        "--only",
-        "cut",
-    ]
+    arguments = ["probe-reward", f"{code}:mine", "-i", table, "-o", tmp_path / "page"]
+    arguments += ["--only", "length", "--only", "cut"]
     result = CliRunner().invoke(app, [*map(str, arguments)])
     assert result.exit_code == 1 and "the text repeated" in " ".join(result.output.split()), result.output
     assert "data:image/svg+xml;base64," in (tmp_path / "page" / "probe.html").read_text()

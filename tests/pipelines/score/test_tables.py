@@ -114,11 +114,8 @@ def test_images_inside_a_parquet_table(light: Light) -> None:
 
 def test_records_reach_the_reward(light: Light) -> None:
     record = {"include": [{"class": "circle", "count": 1}]}
-    write(
-        "t.jsonl",
-        {"image": "images/0.png", "prompt": "a", "metadata": record},
-        {"image": "images/2.png", "prompt": "b"},
-    )
+    first = {"image": "images/0.png", "prompt": "a", "metadata": record}
+    write("t.jsonl", first, {"image": "images/2.png", "prompt": "b"})
     assert visalign("t.jsonl", "-r", "light").exit_code == 0
     assert light.records == [record, None]
     [row] = image_rows([Path(write("u.jsonl", {"image": "x.png", "prompt": "a", "metadata": json.dumps(record)}))])

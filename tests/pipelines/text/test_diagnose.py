@@ -53,19 +53,14 @@ def runs(tmp_path_factory) -> Path:
     """A folder with `tuned`, a run learned by heart, and `idle`, untrained."""
     inputs = text_inputs(tmp_path_factory.mktemp("inputs"))
     (inputs / "starts.py").write_text(JUDGE)
-    config = load_config(
-        TextSFTConfig,
-        None,
-        [
-            f"model.path={inputs}/model",
-            f"data={{train: '{inputs}/demonstrations.jsonl', heldout: '{inputs}/prompts.jsonl', batch: 8}}",
-            "generation={max_new_tokens: 3}",
-            "optimizer={lr: 1e-2, updates_per_iteration: 8, ema_decay: 0.0}",
-            "evaluation={seeds: [0], every: 0, correctness: starts}",
-            f"evaluation.rewards={{starts: {{name: '{inputs}/starts.py:Starts'}}}}",
-            "run={iterations: 4, device: cpu}",
-        ],
-    )
+    given = [
+        f"model.path={inputs}/model",
+        f"data={{train: '{inputs}/demonstrations.jsonl', heldout: '{inputs}/prompts.jsonl', batch: 8}}",
+        "optimizer={lr: 1e-2, updates_per_iteration: 8, ema_decay: 0.0}",
+        f"evaluation.rewards={{starts: {{name: '{inputs}/starts.py:Starts'}}}}",
+        *("evaluation={seeds: [0], every: 0, correctness: starts}", "generation={max_new_tokens: 3}"),
+    ]
+    config = load_config(TextSFTConfig, None, [*given, "run={iterations: 4, device: cpu}"])
     sft(config, inputs / "tuned")
     write_beginning(inputs / "idle", config, {})
     shutil.copytree(inputs / "model", inputs / "idle" / "model")
@@ -117,12 +112,8 @@ def test_rewards_of_the_same_completions_are_compared_within_prompts(runs):
 
 
 def test_greedy_answers_change_with_the_noise_near_ties(runs):
-    few, many = (
-        json.loads(_said(runs / "tuned", "--samples", 2, "--json", "--margin", size, "--noise", max(size, 1e-3)))[
-            "greedy"
-        ]["policies"]
-        for size in (0, 50)
-    )
+    options = [("--samples", 2, "--json", "--margin", size, "--noise", max(size, 1e-3)) for size in (0, 50)]
+    few, many = (json.loads(_said(runs / "tuned", *given))["greedy"]["policies"] for given in options)
     for own in few.values():
         assert own["near_tie"]["estimate"] == own["changed"]["estimate"] == 0
         assert own["reward_change"]["estimate"] == own["reward_change_abs"]["estimate"] == 0

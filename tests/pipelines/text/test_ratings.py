@@ -24,15 +24,8 @@ from visalign.rewards.chat.text_judge import SCORES, question_fields
 from visalign.rewards.text.rating import ScoresReward
 from visalign.training.loop.metrics import read_metrics
 
-TINY = [
-    "data.size=40",
-    "data.heldout_size=6",
-    "rollout.prompts_per_iteration=4",
-    "rollout.group_size=3",
-    "optimizer.micro_batch=5",
-    "evaluation.seeds=[0, 1]",
-    "run.device=cpu",
-]
+TINY = ["data.size=40", "data.heldout_size=6", "rollout.prompts_per_iteration=4", "rollout.group_size=3"]
+TINY += ["optimizer.micro_batch=5", "evaluation.seeds=[0, 1]", "run.device=cpu"]
 
 
 def config(*more: str) -> TextGRPOConfig:
@@ -98,16 +91,10 @@ def test_pairs_are_asked_about_without_ties(tmp_path):
 
 def decided(*overrides: str) -> TextSFTConfig:
     """Demonstrations from pairs: a decision first, and perhaps a reason."""
-    return load_config(
-        TextSFTConfig,
-        None,
-        [
-            *("model.path=shapes-vlm", "data.train=shapes:pairs", "data.heldout=shapes:pairs", "data.size=12"),
-            *("data.heldout_size=4", "data.question=Is image 2 better for {prompt}?", "run.device=cpu"),
-            *("evaluation={rewards: {verdict: {options: {words: ['no', 'yes']}}}, correctness: null}",),
-            *("data.decision=['no', 'yes']", *overrides),
-        ],
-    )
+    given = ["model.path=shapes-vlm", "data.train=shapes:pairs", "data.heldout=shapes:pairs", "data.size=12"]
+    given += ["data.heldout_size=4", "data.question=Is image 2 better for {prompt}?", "run.device=cpu"]
+    given += ["evaluation={rewards: {verdict: {options: {words: ['no', 'yes']}}}, correctness: null}"]
+    return load_config(TextSFTConfig, None, [*given, "data.decision=['no', 'yes']", *overrides])
 
 
 def test_a_teachers_reason_stands_behind_the_decision():

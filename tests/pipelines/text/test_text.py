@@ -33,18 +33,9 @@ from visalign.training.loop.judging import RewardFailure
 from visalign.training.loop.metrics import read_metrics
 from visalign.training.loop.trainer import Trainer
 
-SMALL = [
-    "data.tasks=[add, reverse]",
-    "data.size=40",
-    "data.heldout_per_task=3",
-    "rollout.prompts_per_iteration=4",
-    "rollout.group_size=4",
-    "rollout.max_new_tokens=48",
-    "evaluation.seeds=[0, 1]",
-    "optimizer.lr=1e-4",
-    "run.iterations=2",
-    "run.device=cpu",
-]
+SMALL = ["data.tasks=[add, reverse]", "data.size=40", "data.heldout_per_task=3", "evaluation.seeds=[0, 1]"]
+SMALL += ["rollout={prompts_per_iteration: 4, group_size: 4, max_new_tokens: 48}", "optimizer.lr=1e-4"]
+SMALL += ["run.iterations=2", "run.device=cpu"]
 
 
 def _grpo(*more: str) -> TextGRPOConfig:

@@ -92,23 +92,14 @@ def test_updates_of_the_trainer_go_to_the_closed_form_fit(tmp_path, penalty=0.1)
 
     class All:
         def batch(self, number: int, part: tuple[int, int] = (0, 1)) -> Any:
-            yield RewardBatch(
-                inputs=torch.cat([left, right]),
-                size=400,
-                left=torch.arange(400),
-                right=torch.arange(400, 800),
-                label=votes / 9,
-                votes=counted,
-            )
+            sides: Any = {"left": torch.arange(400), "right": torch.arange(400, 800)}
+            yield RewardBatch(inputs=torch.cat([left, right]), size=400, **sides, label=votes / 9, votes=counted)
 
     algorithm = RewardModeling(
         judge, All(), objective=ChecklistSettings(penalty=penalty, smoothing=0.0), accelerator=Accelerator(cpu=True)
     )
-    trainer = Trainer(
-        algorithm,
-        optimizer=RewardOptimizerSettings(lr=0.05, updates_per_iteration=200, decay_updates=600),
-        run=RunSettings(folder=tmp_path, iterations=3, config={}),
-    )
+    optimizer = RewardOptimizerSettings(lr=0.05, updates_per_iteration=200, decay_updates=600)
+    trainer = Trainer(algorithm, optimizer=optimizer, run=RunSettings(folder=tmp_path, iterations=3, config={}))
     trainer.train()
     sign = torch.tensor([1.0, -1.0, 1.0, 1.0])
     delta, label = ((left - right) * sign).double().numpy(), (votes / 9).double().numpy()

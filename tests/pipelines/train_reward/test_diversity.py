@@ -80,12 +80,8 @@ def test_a_judge_goes_on_from_the_adapters_of_another(tmp_path):
 
     def config(*more: str, rank: int = 2) -> TrainRewardConfig:
         kind = f"model={{kind: yes_no, save_dtype: float32, lora: {{rank: {rank}, alpha: 4.0}}}}"
-        given = [
-            kind,
-            "objective.task=yes_no",
-            "data={size: 4, heldout: null, batch: 4, micro_batch: 4}",
-            "optimizer.updates_per_iteration=1",
-        ]
+        given = [kind, "objective.task=yes_no", "data={size: 4, heldout: null, batch: 4, micro_batch: 4}"]
+        given += ["optimizer.updates_per_iteration=1"]
         return load_config(TrainRewardConfig, None, [*given, "run={iterations: 1, device: cpu}", *more])
 
     run(config(), tmp_path / "0")

@@ -232,14 +232,8 @@ def test_length_balanced_pairs_leave_length_without_meaning() -> None:
 
 
 def test_an_encoder_and_a_model_without_a_pad_token(inputs: Path, tmp_path: Path) -> None:
-    sizes: dict[str, Any] = {
-        "num_labels": 1,
-        "vocab_size": 64,
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 16,
-    }
+    sizes: dict[str, Any] = {"num_labels": 1, "vocab_size": 64, "hidden_size": 16, "intermediate_size": 16}
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2}
     BertForSequenceClassification(BertConfig(**sizes)).save_pretrained(tmp_path / "bert")
     tiny_tokenizer(pad=False, template=None).save_pretrained(tmp_path / "bert")
     short = ["data.epochs=1", "evaluation.every=0"]
@@ -274,27 +268,18 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) 
 def test_what_is_refused_and_with_which_words(inputs: Path, tmp_path: Path) -> None:
     pair = {"prompt": "q", "chosen": "a", "rejected": "b"}
     same, long = {**pair, "rejected": "a"}, {**pair, "chosen": "a" * 60}
+    bce = ["objective.task=bce"]
     for rows, more, message in (
         ([pair, same], [], "1 of 2 records .* have equal completions, .*rows 2.*data.unusable=drop leaves them out"),
-        ([{**pair, "chosen": " "}], [], "have empty completions"),
         ([pair, {"prompt": "r", "completions": [], "scores": []}], [], "has an empty cell"),
-        ([{"prompt": "r", "completions": [], "scores": []}], [], "have empty completions"),
         ([{**pair, "margin": "abc"}], [], "the margin 'abc' is no number of 0 or more"),
         ([{**pair, "margin": -5}], [], "the margin -5 is no number"),
         ([{"prompt": "q", "completion": "a", "reward": float("inf")}], [], "reward is inf"),
-        (
-            [{"chosen": "\n\nHuman: q\n\nAssistant: a"} | {"rejected": "\n\nHuman: q\n\nAssistant: a"}],
-            [],
-            "have empty",
-        ),
+        ([{side: "\n\nHuman: q\n\nAssistant: a" for side in ("chosen", "rejected")}], [], "have empty"),
         ([pair, long], [], r"data.train: the completion 'a+.* has 6\d tokens; the model reads at most"),
         ([{"prompt": "q", "completion": c, "reward": 1} for c in "ab"], [], "none of the 1 prompts has two"),
-        (
-            [{"prompt": "q", "completion": c, "label": 1} for c in "ab"],
-            ["objective.task=bce"],
-            "all 2 scores are 1, from",
-        ),
-        ([{"prompt": "q", "completion": "a", "reward": 4}], ["objective.task=bce"], "1 scores are outside 0 to 1"),
+        ([{"prompt": "q", "completion": c, "label": 1} for c in "ab"], bce, "all 2 scores are 1, from"),
+        ([{"prompt": "q", "completion": "a", "reward": 4}], bce, "1 scores are outside 0 to 1"),
         ([{"text": "q"}], [], "prompt"),
     ):
         file = write(tmp_path / "bad.jsonl", rows)

@@ -34,14 +34,7 @@ from visalign.training.loop.checkpoint import CheckpointError
 from visalign.training.loop.metrics import read_metrics
 from visalign.training.reward.tasks import TASKS
 
-CONFIGS = (
-    "shapes_hp",
-    "shapes_hpsv3",
-    "shapes_ict",
-    "shapes_reward_dance",
-    "shapes_vision_reward",
-    "shapes_visual_quality",
-)
+CONFIGS = [f"shapes_{name}" for name in "hp hpsv3 ict reward_dance vision_reward visual_quality".split()]
 JUDGES = (
     ("hp", "head", "hp"),
     ("ict", "full", "ict"),
@@ -116,15 +109,8 @@ def _config(models: Path, kind: str, train: str = "", task: str = "", **more: An
 
 
 def _read(kind: str, folder: Path) -> Any:
-    return {
-        "hp": Hp,
-        "ict": Ict,
-        "hpsv3": HPSv3,
-        "yes_no": RewardDance,
-        "pair": RewardDancePairs,
-        "rating": VisualQuality,
-        "checklist": VisionReward,
-    }[kind](folder)
+    readers: Any = {"hp": Hp, "ict": Ict, "hpsv3": HPSv3, "yes_no": RewardDance, "pair": RewardDancePairs}
+    return (readers | {"rating": VisualQuality, "checklist": VisionReward})[kind](folder)
 
 
 def _examples(config: TrainRewardConfig) -> Any:

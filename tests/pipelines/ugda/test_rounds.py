@@ -63,12 +63,8 @@ def tiny(tmp_path: Path, **labels: Any) -> UGDAConfig:
     short = {"run.iterations": 1, "optimizer.updates_per_iteration": 1}
     judges = short | {"data.batch": 4, "data.micro_batch": 4}
     policy = short | {"data.heldout": str(heldout), "evaluation.seeds": [0], "evaluation.every": 0}
-    policy |= {
-        "rollout.prompts_per_iteration": 2,
-        "rollout.group_size": 2,
-        "rollout.steps": 4,
-        "run.max_seconds": None,
-    }
+    policy |= {"rollout.prompts_per_iteration": 2, "rollout.group_size": 2}
+    policy |= {"rollout.steps": 4, "run.max_seconds": None}
     return UGDAConfig(
         rounds=2,
         labels=LabelConfig(**small | labels),
