@@ -218,8 +218,8 @@ def test_a_video_is_trained_and_evaluated_on_all_its_frames(tmp_path):
             return super().score(images, prompts, metadata)
 
     records = [{"prompt": "a red circle"}, {"prompt": "two blue squares!"}]
-    rollout, reward = RolloutSettings(prompts_per_iteration=2, group_size=2, steps=3), Frames(Watched(), 3)
-    algorithm = FlowGRPO(policy, WeightedSum({"light": (reward, 1.0)}), records, rollout=rollout)
+    settings, reward = RolloutSettings(prompts_per_iteration=2, group_size=2, steps=3), Frames(Watched(), 3)
+    algorithm = FlowGRPO(policy, WeightedSum({"light": (reward, 1.0)}), records, rollout=settings)
     before = [p.clone() for _, p in policy.trainable_parameters()]
     optimizer = OptimizerSettings(lr=1e-3, updates_per_iteration=1)
     result = Trainer(algorithm, optimizer=optimizer, run=RunSettings(folder=tmp_path, iterations=2)).train()
