@@ -22,6 +22,7 @@ from visalign.config import load_config
 from visalign.core import NAMED, REGRESSIONS, Objective
 from visalign.core.objective.decisions import check_decisions
 from visalign.evaluation.heldout.images import evaluate
+from visalign.flow.rollout import rollout
 from visalign.pipelines.flow_grpo.config import FlowGRPOConfig
 from visalign.pipelines.flow_grpo.plan import planned_cost
 from visalign.rewards import Frames, FunctionReward, WeightedSum
