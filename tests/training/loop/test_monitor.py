@@ -14,7 +14,7 @@ from scipy.stats import kendalltau
 
 from tests.support.training.images import Brightness, outcome, toy_trainer
 from visalign.config import load_config
-from visalign.errors import ConfigError, UserError
+from visalign.errors import ConfigError
 from visalign.pipelines.text.config import TextGRPOConfig
 from visalign.rewards.combine.weighted_sum import WeightedSum
 from visalign.training.loop.judging import rank_agreement, score_metrics
@@ -132,10 +132,6 @@ def test_a_fall_on_held_out_prompts_is_said_of_each_reward():
 
 
 def test_limits_that_cannot_be_crossed_are_refused():
-    with pytest.raises(UserError, match=r"monitor\.group_std_ratio is nan\. Input should be a finite number"):
-        MonitorLimits(group_std_ratio=NAN)
-    with pytest.raises(UserError, match=r"monitor\.window is 0\. Input should be greater than or equal to 1"):
-        MonitorSettings(window=0)
     for limit, remedy in (
         ("agreement=0.2", "Hold a reward out"),
         ("agreement_change=-0.2", "Hold a reward out"),

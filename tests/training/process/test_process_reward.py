@@ -199,12 +199,10 @@ def test_records_that_cannot_be_used(record, message) -> None:
         train_process_reward(classifier(), TOKENIZER, [RECORDS[0], record])
 
 
-def test_nothing_to_learn_and_settings_out_of_range() -> None:
+def test_nothing_to_learn() -> None:
     unlabelled = [{"prompt": "q", "steps": ["1"], "labels": [None]}]
     with pytest.raises(UserError, match="There are 0 labelled texts"):
         train_process_reward(classifier(), TOKENIZER, unlabelled)
-    with pytest.raises(UserError, match=r"fit\.epochs is 0\. Input should be greater than or equal to 1"):
-        FitSettings(epochs=0)
 
 
 def test_a_loss_that_is_no_number_moves_nothing() -> None:

@@ -81,14 +81,7 @@ def test_different_completions_go_before_repeats():
 def test_a_grid_is_every_combination():
     points = grid_points([0.5, 1.0], [0.9, 1.0], [0, 7])
     assert len(points) == len(set(points)) == 8
-    assert points[:3] == [
-        GridPoint(temperature=0.5, top_p=0.9, seed=0),
-        GridPoint(temperature=0.5, top_p=0.9, seed=7),
-        GridPoint(temperature=0.5, top_p=1.0, seed=0),
-    ]
-
-
-def test_a_grid_has_no_point_twice():
+    assert [(p.temperature, p.top_p, p.seed) for p in points[:3]] == [(0.5, 0.9, 0), (0.5, 0.9, 7), (0.5, 1.0, 0)]
     with pytest.raises(UserError, match=r"temperatures is \[1.0, 1.0\].*each number once"):
         grid_points([1.0, 1.0], [1.0], [0])
 
