@@ -50,7 +50,7 @@ CATALOGUE: dict[str, Entry] = {
     "vendi_gain": "visalign.rewards.scorers.set_gain:VendiGain",
     "frechet_gain": "visalign.rewards.scorers.set_gain:FrechetGain",
     "calibrated": "visalign.rewards.combine.calibrated:Calibrated",
-    "corrected": "visalign.rewards.combine.corrected:Corrected",
+    "corrected": "visalign.rewards.combine.calibrated:Corrected",
     "frames": "visalign.rewards.combine.frames:Frames",
     "video_align": "visalign.rewards.hpsv3.video_align:VideoAlign",
     "remote": "visalign.rewards.serve.client:RemoteReward",

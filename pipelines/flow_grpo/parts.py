@@ -107,10 +107,9 @@ def image_keeper(folder: Path) -> Callable[[str, torch.Tensor, Records], None]:
 
     def keep(name: str, images: torch.Tensor, records: Records) -> None:
         (folder / name).mkdir(parents=True, exist_ok=True)
-        files = [f"{index:04d}.png" for index in range(len(records))]
-        for file, image in zip(files, middle_frames(images).cpu(), strict=True):
-            to_pil(image).save(folder / name / file)
-        rows = [{"image": file, "prompt": record["prompt"]} for file, record in zip(files, records, strict=True)]
+        rows = [{"image": f"{index:04d}.png", "prompt": record["prompt"]} for index, record in enumerate(records)]
+        for row, image in zip(rows, middle_frames(images).cpu(), strict=True):
+            to_pil(image).save(folder / name / row["image"])
         write_rows(folder / name / SAMPLED, rows)
 
     return keep

@@ -65,7 +65,7 @@ def _arithmetic(config: FlowGRPOConfig) -> tuple[dict[str, Any], Inputs]:
     heldout, seeds = len(inputs.heldout), len(evaluation.seeds)
     images = rollout.prompts_per_iteration * rollout.group_size
     rounds = config.dynamic.max_rounds if config.dynamic.enabled else 1
-    (references, stored), replay = _reference_images(config, inputs, rounds), config.self_imitation
+    references, replay = _reference_images(config, inputs, rounds), config.self_imitation
     pairs = round(images * _image_passes(config).trained)
     pairs_per_update = pairs / optimizer.updates_per_iteration
     updates = config.objective.epochs * optimizer.updates_per_iteration
@@ -84,7 +84,6 @@ def _arithmetic(config: FlowGRPOConfig) -> tuple[dict[str, Any], Inputs]:
             "iterations": iterations,
             "images": images * rounds * iterations,
             **({"reference_images": references} if references else {}),
-            **({"reference_images_stored_at_most": stored} if stored else {}),
             "updates": updates * iterations,
         },
         "cost": {
@@ -106,25 +105,21 @@ def _arithmetic(config: FlowGRPOConfig) -> tuple[dict[str, Any], Inputs]:
     return groups, inputs
 
 
-def _reference_images(config: FlowGRPOConfig, inputs: Inputs, rounds: int) -> tuple[int, int]:
-    """Count the images that a run draws as references, and the most that it stores at a time.
-
-    PAR draws them at most once for each prompt that it visits, and stores their rewards alone.
-    """
+def _reference_images(config: FlowGRPOConfig, inputs: Inputs, rounds: int) -> int:
+    """Count the images that a run draws as references; of PAR the most, once for each prompt that it visits."""
     visited = min(len(inputs.records), config.rollout.prompts_per_iteration * config.run.iterations)
     start = 0
     if config.objective.is_policy_gradient and (row := config.objective.build(length=1)).advantage == "par":
         start = visited * row.advantage_options.get("references", 1)
     if inputs.references is None:
-        return start, 0
+        return start
     size = config.rollout.prompts_per_iteration, config.rollout.group_size
     order = {"strata": inputs.strata, "cycle": config.data.cycle}
     sampler = PromptSampler(len(inputs.records), *size, config.seed, **order)
     prompts = [str(record["prompt"]) for record in inputs.records]
     batches = (sampler.batch(number).prompt_index.tolist() for number in range(config.run.iterations * rounds))
     drawn = ((n // rounds, [prompts[i] for i in batch]) for n, batch in enumerate(batches))
-    count, stored = inputs.references.planned(drawn)
-    return start + count, stored
+    return start + inputs.references.planned(drawn)
 
 
 def planned_cost(
@@ -298,8 +293,10 @@ def _footprint(config: FlowGRPOConfig, inputs: Inputs, groups: Mapping[str, Any]
         ) from error
     memory, network, offloaded = _memory(config, policy, images / world, passes)
     details = {"in_CPU_memory": offloaded} if offloaded else {}
-    if stored := batch.get("reference_images_stored_at_most"):  # uint8, in each process
-        details["reference_images_in_CPU_memory_and_a_checkpoint"] = stored * _image_numbers(policy) / GB
+    if (references := inputs.references) is not None:  # at most, uint8; those of prompts that came long ago go
+        visits = images / config.rollout.group_size * min(references.every or math.inf, batch["iterations"])
+        stored = references.keep * min(len(inputs.records), visits) * _image_numbers(policy)
+        details["reference_images_in_CPU_memory_and_a_checkpoint"] = stored / GB
     cost, trained = groups["cost"]["forward_equivalents_per_image"], _image_passes(config).trained
     trained_images = batch["images_per_iteration"] * batch["iterations"]
     recomputed = trained * trained_images * config.objective.epochs * any(p.largest_block for p in passes)
@@ -363,10 +360,9 @@ def _hollow_passes(config: FlowGRPOConfig, record: Any, pairs: int, trace: Any) 
 
 def _image_numbers(policy: Any) -> int:
     """Count the numbers of an image, 3 H W, by its latent and the autoencoder's scale."""
-    pipe, config = policy.pipe, policy.pipe.vae.config
-    scale = getattr(pipe, "vae_scale_factor", None) or pipe.vae_scale_factor_spatial
-    positions = math.prod(policy.latent_shape) // (config.get("latent_channels") or config["z_dim"])
-    return 3 * positions * scale**2
+    config = policy.pipe.vae.config
+    scale = getattr(policy.pipe, "vae_scale_factor", None) or policy.pipe.vae_scale_factor_spatial
+    return 3 * scale**2 * math.prod(policy.latent_shape) // (config.get("latent_channels") or config["z_dim"])
 
 
 def _networks(policy: Any) -> list[str]:

@@ -25,7 +25,7 @@ class LabelConfig:
     """Samples of each; the pairs among them are what may be labelled."""
     source: Literal["policy", "training"] = "policy"
     """Images that may be labelled: new samples of the policy so far, or as published those that its training in the
-    round before made (`prompts` groups of them, `images` of each); the first round samples."""
+    round before made; the first round samples."""
     first: Count = 150
     """Pairs of the first round, drawn at random, as there is no ensemble yet."""
     more: Count = 75
@@ -105,8 +105,3 @@ class UGDAConfig:
             for change in getattr(self, name).changes:
                 if any(change.startswith(key) or key.startswith(f"{change}.") for key in keys):
                     raise UserError(f"{name}.changes sets {change}, which each round sets itself.")
-        if self.labels.source == "training" and self.ensemble.off_policy is not None:
-            raise UserError(
-                "labels.source=training takes images of many policies, and ensemble.off_policy weighs by the one that "
-                "made them. Set labels.source=policy, or ensemble.off_policy=null."
-            )

@@ -140,7 +140,7 @@ class Round:
             self.sample(prompts)
             self.queue()
             labels = self.label()
-            pairs = [_read_pairs(part.folder / LABELS) for part in self.earlier]
+            pairs = [_read_rows(part.folder / LABELS) for part in self.earlier]
             if self.config.ensemble.off_policy is not None:
                 self._weigh(pairs, labels)
             write_rows(self.folder / PAIRS, [row for rows in (*pairs, labels) for row in rows])
@@ -165,23 +165,17 @@ class Round:
         shutil.rmtree(samples, ignore_errors=True)  # an interrupted sampling: its images come out the same
         labels = self.config.labels
         draw = torch.Generator().manual_seed(sample_seed(self.config.seed, "prompts", self.number) % 2**63)
-        groups = self._trained_on() if labels.source == "training" and self.number else prompts
-        order = torch.randperm(len(groups), generator=draw)[: labels.prompts].tolist()
-        if groups is prompts:
+        if labels.source == "policy" or not self.number:
+            order = torch.randperm(len(prompts), generator=draw)[: labels.prompts].tolist()
             sample_images([prompts[i] for i in order], self.sampling, samples)
-        else:
-            samples.mkdir()
-            write_rows(samples / SAMPLED, [row for i in order for row in groups[i][: labels.images]])
-
-    def _trained_on(self) -> list[list[dict[str, str]]]:
-        """Read the images that the policy's training in the round before made, by round of sampling and prompt."""
-        groups: dict[tuple[Path, str], list[dict[str, str]]] = {}
+            return
+        groups: dict[tuple[Path, str], list[dict[str, Any]]] = {}  # Of what the training in the round before made
         for table in sorted((self.earlier[-1].folder / "policy" / "rollouts").glob(f"*/{SAMPLED}")):
-            for line in table.read_text(encoding="utf-8").splitlines():
-                row = json.loads(line)
-                image = str((table.parent / row["image"]).resolve())
-                groups.setdefault((table, row["prompt"]), []).append(row | {"image": image})
-        return list(groups.values())
+            for row in _read_rows(table, ["image"]):
+                groups.setdefault((table, row["prompt"]), []).append(row)
+        order = torch.randperm(len(groups), generator=draw)[: labels.prompts].tolist()
+        samples.mkdir()
+        write_rows(samples / SAMPLED, [row for i in order for row in list(groups.values())[i][: labels.images]])
 
     def queue(self) -> None:
         if (self.folder / QUEUE).is_file():
@@ -193,8 +187,7 @@ class Round:
         else:
             folders, name = self.earlier[-1].members, self.config.ensemble.judge
             members = {str(n): load_reward(name, model=str(folder / "judge")) for n, folder in enumerate(folders)}
-            encodes = labels.source == "training"
-            pool = score_candidates(tasks, Ensemble(members), self.sampling, seed=seed, encodes=encodes)
+            pool = score_candidates(tasks, Ensemble(members), self.sampling, seed=seed)
             count, rule = labels.more, labels.select
         chosen = select_candidates(pool, count, rule, seed=sample_seed(seed, "lot", self.number))
         write_rows(self.folder / CANDIDATES, [c.row() | {"queued": c in chosen} for c in pool])
@@ -217,7 +210,7 @@ class Round:
                     wait = f"{missing} of {len(store.tasks)} pairs wait for votes"
                     raise WaitingForVotes(f"{wait}. Collect them: visalign collect {store.path}; then add --resume.")
                 write_rows(self.folder / LABELS, export_rows(store, select_votes(store)))
-        return _read_pairs(self.folder / LABELS)
+        return _read_rows(self.folder / LABELS)
 
     def _weigh(self, pairs: list[list[dict[str, Any]]], labels: list[dict[str, Any]]) -> None:
         """Add to each pair the log ratios of its images under this round's policy; its own pairs have 0."""
@@ -231,7 +224,7 @@ class Round:
                 row |= {"log_ratio_left": left, "log_ratio_right": right}
 
     def _record(self, labels: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        rows = _read_pairs(self.folder / CANDIDATES)
+        rows = _read_rows(self.folder / CANDIDATES)
         queued = [row for row in rows if row["queued"]]
         decided = [row for row in labels if row.get("margin") is not None and row["label"] != 0.5]
         wrong = [(row["label"] - 0.5) * row["margin"] < 0 for row in decided]
@@ -248,7 +241,7 @@ class Round:
             "seconds": sum(summary["seconds"] for summary in (*judges, policy)),
             "candidates": len(rows),
             "labelled": len(labels),
-            "pairs": len(_read_pairs(self.folder / PAIRS)),
+            "pairs": len(_read_rows(self.folder / PAIRS)),
             "unlabelled": len(queued) - len(labels),
             "ties": sum(row["label"] == 0.5 for row in labels),
             "ensemble_wrong": sum(wrong) / len(wrong) if wrong else None,
@@ -331,7 +324,7 @@ def _run_part(job: Job, output: Path) -> None:
         job.run(job.config, output=output, resume=(output / "config.yaml").is_file())
 
 
-def _read_pairs(path: Path) -> list[dict[str, Any]]:
-    """Read rows that this job wrote, with absolute paths of their images."""
+def _read_rows(path: Path, columns: Sequence[str] = SIDES) -> list[dict[str, Any]]:
+    """Read rows that a job wrote, with absolute paths of the images in these columns."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [row | {side: str((path.parent / row[side]).resolve()) for side in SIDES} for row in rows]
+    return [row | {column: str((path.parent / row[column]).resolve()) for column in columns} for row in rows]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from visalign.core.advantages.group import group_advantages
 from visalign.flow.noise import initial_noise
-from visalign.flow.rollout import encoder_inputs, rollout, velocity_of
+from visalign.flow.rollout import encoder_inputs, velocity_of
 from visalign.interfaces import DiffusionPolicy
 from visalign.pipelines.collect.tasks import Task
 from visalign.pipelines.flow_grpo.stored_pairs import stored_latents
@@ -47,7 +47,7 @@ class Candidate(NamedTuple):
 
 
 def score_candidates(
-    tasks: Sequence[Task], ensemble: Ensemble, sampling: SampleSettings, *, seed: int = 0, encodes: bool = False
+    tasks: Sequence[Task], ensemble: Ensemble, sampling: SampleSettings, *, seed: int = 0
 ) -> list[Candidate]:
     """Compute margin, deviation and influence of pairs; pairs that a member cannot judge are left out."""
     prompt_of = {image: task.prompt for task in tasks for image in task.images}
@@ -55,7 +55,7 @@ def score_candidates(
     row = {image: number for number, image in enumerate(images)}
     members = member_scores(ensemble, images, prompts)
     advantage = group_advantages(members.mean(0), prompts, ddof=0)
-    influence = image_influence(sampling, images, prompts, advantage, seed=seed, encodes=encodes)
+    influence = image_influence(sampling, images, prompts, advantage, seed=seed)
     candidates = []
     for task in tasks:
         left, right = (row[image] for image in task.images)
@@ -77,27 +77,17 @@ def member_scores(ensemble: Ensemble, images: Sequence[str], prompts: Sequence[s
 
 
 def image_influence(
-    sampling: SampleSettings,
-    images: Sequence[str],
-    prompts: Sequence[str],
-    advantage: Tensor,
-    *,
-    seed: int = 0,
-    encodes: bool = False,
+    sampling: SampleSettings, images: Sequence[str], prompts: Sequence[str], advantage: Tensor, *, seed: int = 0
 ) -> Tensor:
     """Compute the influence [N] of samples, summed over the checkpoints of the run that left `sampling.lora`.
 
     The loss of a sample is A times its matching error, the mean over `LEVELS` levels of |v_θ − (ε − x0)|², which
-    stands in for −log π as in the policy's own regressions; x0 is drawn again by prompt and seed, or with `encodes`
-    the autoencoder's latent of the image.
+    stands in for −log π as in the policy's own regressions; x0 is the autoencoder's latent of the image.
     """
     [lora] = sampling.lora
     policy, advantage = load_sampler(sampling), torch.nan_to_num(advantage)
-    if encodes:
-        records = [{"image": image, "where": image} for image in images]
-        latents = stored_latents(policy, {"candidates": records})(records)
-    else:
-        latents = _redrawn(policy, sampling, images, prompts)
+    records = [{"image": image, "where": image} for image in images]
+    latents = stored_latents(policy, {"candidates": records})(records)
     named = list(policy.trainable_parameters())
     parameters = [parameter for _, parameter in named]
 
@@ -147,7 +137,8 @@ def log_ratios(
     evidence bound with each level's weight 1, in place of log-probs, which sampling without noise has not.
     """
     policy = load_sampler(source)
-    latents = _redrawn(policy, source, images, prompts)
+    records = [{"image": image, "where": image} for image in images]
+    latents = stored_latents(policy, {"candidates": records})(records)
 
     def errors(policy: DiffusionPolicy) -> Tensor:
         values = [
@@ -158,21 +149,6 @@ def log_ratios(
 
     before = errors(policy)
     return -latents[0].numel() / 2 * (errors(load_sampler(now)) - before)
-
-
-@torch.no_grad()
-def _redrawn(
-    policy: DiffusionPolicy, sampling: SampleSettings, images: Sequence[str], prompts: Sequence[str]
-) -> Tensor:
-    """Draw the latents [N, C, H, W] of samples again, by prompt and seed."""
-    steps = sampling.steps or sampling.with_own_sampling().steps
-    assert steps is not None
-    sigmas = policy.sigmas(steps, timestep_schedule=sampling.timestep_schedule)
-    draws = [int(Path(image).stem.rpartition("_")[2]) for image in images]
-    seeds = [sample_seed("sample", prompt, draw, 0) for prompt, draw in zip(prompts, draws, strict=True)]
-    condition = policy.encode(encoder_inputs(policy, [{"prompt": prompt} for prompt in prompts]))
-    size, solver = sampling.batch_size, sampling.solver
-    return rollout(policy, condition, sigmas=sigmas, seeds=seeds, batch_size=size, solver=solver).latents
 
 
 def _matching_error(policy: DiffusionPolicy, prompt: str, latent: Tensor, seed: int) -> Tensor:

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards of different units on one scale: where a score stands among those of a reference set."""
+"""Rewards made of others: the place of a score among those of a reference set, and a score corrected by quality."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from visalign.interfaces import Metadata, PointwiseReward, Scores, with_capabilities
+from visalign.interfaces import Metadata, PointwiseReward, Scores, score_named, with_capabilities
 from visalign.model_files import read_object
 from visalign.rewards.base.contract import RewardError, check_choices, check_rules, make_scores
 from visalign.rewards.base.failure import failure_reasons
@@ -127,6 +127,50 @@ class Calibrated:
             graded = torch.special.ndtr(gap / spread.clamp(min=1e-300))
             step = torch.where(spread > 0, graded, step)
         return torch.where(torch.isnan(value), torch.nan, step.mean(1))
+
+
+class Corrected:
+    """A reward r corrected by the quality û of the image, in points from 1 to 5: r (û − 3) + 0.2.
+
+    The parts are "reward" and "quality". An image that one of them could not score is invalid.
+
+    Args:
+        reward: the reward, in [0, 1] and higher is better, or its name for `load_reward`; `options` are its options.
+        quality: the judge of quality, such as "unified_reward" or "q_align", likewise; `quality_options` are its own.
+
+    GDRO, arXiv 2601.02036, its measure of reward hacking.
+    """
+
+    name = "corrected"
+    unit = "reward times quality"
+    range = (-1.8, 2.2)
+    higher_is_better = True
+
+    def __init__(
+        self,
+        reward: PointwiseReward | str,
+        quality: PointwiseReward | str,
+        *,
+        options: Mapping[str, Any] | None = None,
+        quality_options: Mapping[str, Any] | None = None,
+        device: str | None = None,
+    ) -> None:
+        from visalign.rewards.catalogue import load_reward
+
+        self.rewards: dict[str, Any] = {}
+        for part, judge, chosen in (("reward", reward, options), ("quality", quality, quality_options)):
+            loaded = load_reward(judge, run_device=device, **chosen or {}) if isinstance(judge, str) else judge
+            judge = self.rewards[part] = with_capabilities(loaded)
+            if judge.capabilities.needs_group or not judge.higher_is_better:
+                reason = "it compares the images of a group" if judge.higher_is_better else "lower is better"
+                raise RewardError(f"corrected: {part} is {judge.name}, and {reason}. Give a score of single images.")
+
+    def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
+        """Score B images against B prompts."""
+        scores = [score_named(judge, images, prompts, metadata, name=part) for part, judge in self.rewards.items()]
+        reasons = [first or second for first, second in zip(*map(failure_reasons, scores), strict=True)]
+        r, u = (score.value.float().cpu() for score in scores)
+        return make_scores(r * (u - 3) + 0.2, reasons, self.unit, parts={"reward": r, "quality": u})
 
 
 def _read(file: Path) -> tuple[list[float], list[float] | None]:

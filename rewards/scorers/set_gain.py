@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rewards of a set of images, credited to its images: variety, and closeness to exemplars, images or texts.
 
-An image scores R of the set minus R without the image, or the side of DRAGON's sets on which it is. R is of embeddings
-of a contrastive model (not normalised for the Fréchet distance to images). Trainers name the sets in the metadata.
+R of a set is of embeddings of a contrastive model (not normalised for the Fréchet distance to images). Trainers name
+the sets in the metadata.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -40,10 +40,9 @@ class VendiGain:
 
     Args:
         model: model of the image tower, as for `clip_score`.
-        over: "group", the images of one prompt, or "batch", all images of a call (then there must be only one
-            process). "sets" is DRAGON: neighbouring images of a group are a pair, and `visalign.core.contrast_sets`
-            divides all pairs of a call into a positive and a negative set. An image scores 1 or −1, for
-            algorithms that contrast the two; the parts "positive" and "negative" are the scores of these sets.
+        over: "group", the images of one prompt, or "batch", all images of a call, in one process. "sets" is DRAGON:
+            neighbouring images of a group are a pair, and `visalign.core.contrast_sets` divides the pairs of a call
+            into a positive and a negative set, whose scores are parts. An image scores 1 or −1.
 
     Vendi score, arXiv 2210.02410; "sets": DRAGON, arXiv 2504.15217, which a gain is not.
     """
@@ -53,7 +52,7 @@ class VendiGain:
     range = (float("-inf"), float("inf"))
     higher_is_better = True
     overs: tuple[str, ...] = ("group", "batch", "sets")
-    sign = 1  # Direction of the parts: −1 shows a distance where `measure` is its negative
+    sign = 1  # −1: the parts are distances, and `measure` their negative
 
     def __init__(
         self,
@@ -74,18 +73,24 @@ class VendiGain:
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Score B images; each record has the key "group_id", unless over="image"."""
         request = read_request(self.name, images, prompts, metadata)
-        needs_group = self.capabilities.needs_group
-        if needs_group and not all(record is not None and GROUP_KEY in record for record in request.metadata):
+        is_named = all(record is not None and GROUP_KEY in record for record in request.metadata)
+        if self.capabilities.needs_group and not is_named:
             raise RewardError(
                 f"{self.name} scores sets, not single images, and the metadata name none "
                 f"({GROUP_KEY!r}). Train on it (rewards.terms); vendi_score and frechet_distance of "
                 "visalign.core measure sets."
             )
-        labels = group_labels(self.name, request) if needs_group else []
+        labels = list(range(len(request))) if self.over == "image" else group_labels(self.name, request)
         reasons = list(request.images.reasons)
         rows, features = self.towers.image_features(request, reasons)
+        groups: dict[Any, list[int]] = {}
+        for index, row in enumerate(rows):
+            groups.setdefault(0 if self.over == "batch" else labels[row], []).append(index)
+        sets = [group for group in groups.values() if len(group) > (self.over != "image")]
+        if self.over == "sets" and sets:  # of pairs, one after the other
+            sets = [[index for group in sets for index in group[: len(group) // 2 * 2]]]
         values, parts = torch.full((len(rows),), torch.nan, dtype=torch.float64), dict[str, Tensor]()
-        for members in self._sets([labels[row] if labels else 0 for row in rows]):
+        for members in sets:
             values[members], scores = self.credit(features[members].double())
             for name, score in scores.items():
                 parts.setdefault(name, torch.full_like(values, torch.nan))[members] = self.sign * score
@@ -95,22 +100,10 @@ class VendiGain:
         columns = {name: scatter(part, rows, len(request)) for name, part in parts.items()}
         return make_scores(scatter(values, rows, len(request)), reasons, self.unit, parts=columns)
 
-    def _sets(self, labels: Sequence[Hashable]) -> list[list[int]]:
-        """Split images by their labels into the sets that are scored; of "sets" into pairs, one after the other."""
-        if self.over in ("image", "batch"):
-            return [list(range(len(labels)))] if len(labels) > (self.over == "batch") else []
-        groups: dict[Hashable, list[int]] = {}
-        for index, label in enumerate(labels):
-            groups.setdefault(label, []).append(index)
-        members = [group for group in groups.values() if len(group) > 1]
-        if self.over == "sets" and members:
-            return [[index for group in members for index in group[: len(group) // 2 * 2]]]
-        return members
-
     def credit(self, embedding: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute (scores [n], R by part) of embeddings [n, d]."""
         if self.over == "image":
-            return self.measure(embedding[:, None]), {}
+            return self.measure(embedding), {}
         if self.over == "sets":
             is_first, scores = contrast_sets(self.measure, embedding[::2], embedding[1::2])
             side = torch.where(is_first, 1.0, -1.0).double()
@@ -165,10 +158,8 @@ class FrechetGain(VendiGain):
             endings = set(Image.registered_extensions())
             self._files = [path for path in sorted(Path(reference).rglob("*")) if path.suffix.lower() in endings]
         if (count := len(self._texts or self._files)) < 2:
-            raise RewardError(
-                f"{self.name}: reference={str(reference)!r} holds {count} exemplars; give at least two: a folder "
-                "of images, a .txt file with a text per line, or a list of texts."
-            )
+            remedy = "give at least two: a folder of images, a .txt file with a text per line, or a list of texts"
+            raise RewardError(f"{self.name}: reference={str(reference)!r} holds {count} exemplars; {remedy}.")
 
     def gains(self, embedding: Tensor) -> Tensor:
         """Compute what each of n images adds to R of their set."""

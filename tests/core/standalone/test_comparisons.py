@@ -63,12 +63,11 @@ class TestRanking:
     def test_kto(self) -> None:
         """h = (0.3, 0.1, 0.2) less their mean 0.2 are (0.1, −0.1, 0); a signal of 0 has no loss and no gradient."""
         error = f64(0.1, 0.3, 0.2).requires_grad_()
-        signal, options = f64(0.7, -2, 0), {"beta": 2.0, "undesirable_weight": 3.0}
-        loss = diffusion_kto_loss(error, f64(0.4, 0.4, 0.4), signal, **options)
+        loss = diffusion_kto_loss(error, f64(0.4, 0.4, 0.4), f64(0.7, -2, 0), beta=2)
         sigmoid = 1 / (1 + math.exp(0.2))
-        assert_values(loss.detach()[None], 4 * sigmoid / 3)
+        assert_values(loss.detach()[None], 2 * sigmoid / 3)
         (slope,) = torch.autograd.grad(loss, error)
-        assert_values(slope, *(weight * 2 * sigmoid * (1 - sigmoid) / 3 for weight in (1, -3, 0)))
+        assert_values(slope, *(weight * 2 * sigmoid * (1 - sigmoid) / 3 for weight in (1, -1, 0)))
         worse = diffusion_kto_loss(f64(0.5, 0.3), f64(0.1, 0.1), f64(1, -1), beta=2)  # z is not below 0
         assert_values(worse[None], (1 / (1 + math.exp(-0.8)) + 1 / (1 + math.exp(0.4))) / 2)
 

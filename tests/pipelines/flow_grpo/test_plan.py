@@ -122,7 +122,6 @@ def test_stored_references_are_counted(folders, model):
     config = configured(folders, model, f"rewards.terms={{j: {{name: '{PAIRS}', references: {{count: 3, keep: 1}}}}}}")
     planned, policy = estimate(config), build_policy(config.model, torch.device("cpu"), 0)
     image = policy.decode(torch.zeros(1, *policy.latent_shape, dtype=policy.storage_dtype))
-    assert planned["batch"]["reference_images_stored_at_most"] == 2
     found = planned["memory_in_GB"]["reference_images_in_CPU_memory_and_a_checkpoint"]
     assert found * GB == pytest.approx(2 * image.numel())
 

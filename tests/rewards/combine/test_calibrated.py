@@ -13,7 +13,7 @@ from scipy.stats import norm
 
 from tests.support.judges.brightness import Brightness, grey
 from visalign.errors import UserError
-from visalign.rewards import WeightedSum, check_reward, load_judge, load_reward
+from visalign.rewards import FunctionReward, RewardError, WeightedSum, check_reward, load_judge, load_reward
 from visalign.rewards.combine.calibrated import Calibrated
 
 REFERENCE = [0.2, 0.4, 0.4, 0.8]
@@ -89,3 +89,23 @@ def test_an_unreadable_reference_is_named(tmp_path: Path):
     for file, problem in (("bad.json", "holds a list, needed is an object"), ("none.json", "cannot be read")):
         with pytest.raises(UserError, match=f"{file} {problem}"):
             Calibrated(Brightness(), tmp_path / file)
+
+
+def test_corrected_by_hand_and_failures_are_no_scores() -> None:
+    judges: Any = [
+        FunctionReward(lambda images, prompts, values=values: values, name="r")
+        for values in ([1.0, 0.5, 1, 0.2], [4.5, 3, math.nan, 1])
+    ]
+    scores = load_reward("corrected", reward=judges[0], quality=judges[1]).score(torch.zeros(4, 3, 4, 4), ["a"] * 4)
+    assert scores.value[[0, 1, 3]].tolist() == pytest.approx([1.7, 0.2, -0.2])
+    assert scores.valid.tolist() == [True, True, False, True] and scores.parts["quality"][0] == 4.5
+
+
+def test_corrected_takes_names_and_refuses_what_it_cannot_correct() -> None:
+    named = load_reward("corrected", reward="shapes_verifier", quality="sharpness", options={"mode": "mixed"})
+    assert named.score(torch.zeros(1, 3, 64, 64), ["a red circle"]).parts.keys() == {"reward", "quality"}
+    with pytest.raises(RewardError, match=r"quality is vendi_gain, and it compares the images of a group\. Give"):
+        load_reward("corrected", reward="sharpness", quality="vendi_gain")
+    lower = FunctionReward(lambda images, prompts: [0.0], name="faults", higher_is_better=False)
+    with pytest.raises(RewardError, match=r"reward is faults, and lower is better"):
+        load_reward("corrected", reward=lower, quality="sharpness")

@@ -52,7 +52,7 @@ def test_the_model_before_training_draws_each_prompts_references_once(tmp_path: 
     for prompt, images in references.reward.references.items():
         assert torch.equal(images, drawn_by_hand(ToyPolicy(), prompt))
     rounds = [(i, [r["prompt"] for r in trainer.algorithm.prompts(i)[1]]) for i in range(3)]
-    assert references.planned(rounds) == (3 * 4, 3 * 2)
+    assert references.planned(rounds) == 3 * 4
     # 6 prompts × 8 images of 4 steps and 3 · 4 updates an image, and once 3 prompts × 4 images of 4 steps
     assert trainer.counters.forward_equivalents == 3 * 48 * (4 + 3 * 3) + 3 * 4 * 4
 
@@ -77,7 +77,7 @@ def test_references_of_the_users_own_stay_and_old_ones_of_other_prompts_go(tmp_p
     references = trainer.algorithm.references
     assert torch.equal(references.reward.references["bright"], own) and "bright" not in references.drawn
     rounds = [(i, [trainer.algorithm.prompts(i)[1][0]["prompt"]]) for i in range(4)]
-    assert references.planned(rounds) == (4 * sum(prompts != ["bright"] for _, prompts in rounds), 2)
+    assert references.planned(rounds) == 4 * sum(prompts != ["bright"] for _, prompts in rounds)
     assert len(references.drawn) == 1 and len(references.state()) == 1  # one prompt an iteration, two are old
 
 

@@ -18,8 +18,8 @@ _INTERVALS = {
     "[0, 1]": "between_ddof canon.mu ddof gae.gamma gae.lam max_fraction p quantile rate ratio reinforce_pp.gamma",
     "(0, 1]": "best.share eps_low fraction level_up w_min",
     "(0, 1)": "level_down",
-    "[0, inf)": "a alpha beta bound_low desirable_weight eps gamma k k_bonus k_neg k_pos lam lambda_neg lambda_pos "
-    "low min_range mu smoothing tail_weight undesirable_weight zeta",
+    "[0, inf)": "a alpha beta bound_low eps gamma k k_bonus k_neg k_pos lam lambda_neg lambda_pos low "
+    "min_range mu smoothing tail_weight zeta",
     "[0, inf]": "bound_high high limit_high limit_low",
     "(0, inf)": "bound crd.beta dpo.beta f_norm gdro.beta kappa kto.beta nft.beta par.k tau tau_neg tau_pos "
     "temperature w_max",

@@ -54,25 +54,16 @@ def gdro_loss(
     return ranking + gamma * best
 
 
-def diffusion_kto_loss(
-    error: Tensor,
-    anchor_error: Tensor,
-    signal: Tensor,
-    *,
-    beta: float = 5000.0,
-    desirable_weight: float = 1.0,
-    undesirable_weight: float = 1.0,
-) -> Tensor:
+def diffusion_kto_loss(error: Tensor, anchor_error: Tensor, signal: Tensor, *, beta: float = 5000.0) -> Tensor:
     """Diffusion-KTO: raise the likelihood of good samples [K], lower that of bad ones, without pairs; a number.
 
-    ℓ = mean of λ_D σ(−β (h − z)) over samples of a signal above 0 and λ_U σ(β (h − z)) over those below it; 0 for a
-    signal of 0. h = e_ref − e stands in for log π/π_ref, z = max(0, mean h) for the KL, without gradient. In the paper
-    z is a mean over the batch. Li et al., arXiv 2404.04465, eq. 8; β and the weights are those of its code.
+    ℓ is the mean of σ(−β (h − z)) for a signal above 0, σ(β (h − z)) below it, and 0 for none. h = e_ref − e stands in
+    for log π/π_ref, and z = max(0, mean h), without gradient, for the KL; in the paper z is a mean over the batch.
+    Li et al., arXiv 2404.04465, eq. 8; β is that of its code.
     """
     h = anchor_error.detach() - float32(error)
     z = h.detach().mean().clamp(min=0)
-    weight = desirable_weight * (signal > 0) + undesirable_weight * (signal < 0)
-    return (weight * torch.sigmoid(-signal.sign() * beta * (h - z))).mean()
+    return (signal.sign().abs() * torch.sigmoid(-signal.sign() * beta * (h - z))).mean()
 
 
 def _ranking(reward: Tensor) -> tuple[Tensor, Tensor]:

@@ -87,7 +87,10 @@ def vendi_gains(embedding: Tensor) -> Tensor:
 
 def frechet_closeness(reference: Tensor) -> Callable[[Tensor], Tensor]:
     """Return R of sets [..., n, d]: −`frechet_distance` to `reference` [m, d], whose Gaussian is computed once."""
-    mean, root = _gaussian(reference)
+    exemplars = check_embeddings(reference)
+    mean = exemplars.mean(0)
+    root = (exemplars - mean) / len(exemplars) ** 0.5
+    root = torch.linalg.qr(root, mode="r").R if len(root) > len(mean) else root  # Σ_r = BᵀB
 
     def score(embedding: Tensor) -> Tensor:
         value = check_embeddings(embedding)
@@ -99,14 +102,6 @@ def frechet_closeness(reference: Tensor) -> Callable[[Tensor], Tensor]:
         return 2 * torch.linalg.svdvals(a @ root.mT).sum(-1) - (centre - mean).square().sum((-2, -1)) - spread
 
     return score
-
-
-def _gaussian(reference: Tensor) -> tuple[Tensor, Tensor]:
-    """Return μ [d] and B [k, d], Σ = BᵀB, of a set."""
-    value = check_embeddings(reference)
-    mean = value.mean(0)
-    root = (value - mean) / len(value) ** 0.5
-    return mean, torch.linalg.qr(root, mode="r").R if len(root) > root.shape[1] else root
 
 
 def _unit(rows: Tensor) -> Tensor:

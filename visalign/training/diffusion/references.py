@@ -42,15 +42,14 @@ class ReferenceImages:
         oldest = 0 if self.every is None else iteration - self.every + 1
         return [p for p in dict.fromkeys(prompts) if p not in self.own and drawn.get(p, -MOST) < oldest]
 
-    def planned(self, rounds: Iterable[tuple[int, Sequence[str]]]) -> tuple[int, int]:
-        """Count (images drawn, most images stored at a time) in a run of these (iteration, prompts)."""
-        drawn, count, stored = dict[str, int](), 0, 0
+    def planned(self, rounds: Iterable[tuple[int, Sequence[str]]]) -> int:
+        """Count the images drawn in a run of these (iteration, prompts)."""
+        drawn, count = dict[str, int](), 0
         for iteration, prompts in rounds:
-            if due := self.due(prompts, iteration, drawn):
-                outdated = self.due(drawn, iteration, drawn)
-                drawn = {p: i for p, i in drawn.items() if p not in outdated} | dict.fromkeys(due, iteration)
-            count, stored = count + self.count * len(due), max(stored, self.keep * len(drawn))
-        return count, stored
+            due = self.due(prompts, iteration, drawn)
+            drawn |= dict.fromkeys(due, iteration)
+            count += self.count * len(due)
+        return count
 
     def draw(self, algorithm: Any, number: int, iteration: int, clock: PhaseClock) -> None:
         """Draw the references due for the prompts of a round of an `ImageAlgorithm`; all processes call it."""
