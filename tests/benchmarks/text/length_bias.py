@@ -92,9 +92,9 @@ def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--output", type=Path, required=True, help="runs that are there are not repeated")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--pairs", type=int, default=4000, help="before they are balanced")
-    parser.add_argument("--heldout", type=int, default=500)
-    parser.add_argument("--iterations", type=int, default=5, help="of 25 updates of 16 pairs")
+    parser.add_argument("--pairs", type=int, default=2600, help="before they are balanced")
+    parser.add_argument("--heldout", type=int, default=400)
+    parser.add_argument("--iterations", type=int, default=3, help="of 25 updates of 16 pairs")
     given = parser.parse_args()
     wins: dict[str, list[np.ndarray]] = {arm: [] for arm in ARMS}
     probes: dict[str, list[tuple[str, float]]] = {arm: [] for arm in ARMS}
