@@ -17,6 +17,7 @@ from .shared.learning_rate import FIND, KEY, plan_search, run_with_found_rate, s
 PIPELINES = {
     "flow_grpo": "visalign.pipelines.flow_grpo.job:FlowGRPOConfig",
     "pref_grpo": "visalign.pipelines.flow_grpo.job:PrefGRPOConfig",
+    "sft_images": "visalign.pipelines.flow_grpo.job:SFTImagesConfig",
     "text_dpo": "visalign.pipelines.text.supervised:TextDPOConfig",
     "text_grpo": "visalign.pipelines.text.job:TextGRPOConfig",
     "text_ppo": "visalign.pipelines.text.job:TextPPOConfig",

@@ -23,7 +23,7 @@ from visalign.pipelines.shared.sections import (
 )
 from visalign.precision import Autocast
 from visalign.schema import STRICT
-from visalign.settings import Count, Natural, NonNegative, PositiveShare, Records, Side, Steps, refuse
+from visalign.settings import Count, Natural, NonNegative, PositiveShare, Records, Share, Side, Steps, refuse
 from visalign.training.diffusion.rollout_settings import (
     RolloutSettings,
     check_more_samples,
@@ -121,6 +121,14 @@ class DataConfig:
     evaluation.rewards names what is reported."""
     pairs_size: Records | None = None
     """At most so many of data.pairs; null: all, and 400 of shapes:pairs."""
+    images: str | None = None
+    """Learn from images with captions in place of samples (objective.algorithm=sft): a folder (cat.png, cat.txt), a
+    table with image and prompt, a folder of Parquet or WebDataset tar files, or shapes:images. Each image is trained
+    at the nearest shape of rollout.image_sizes. Then data.train and rewards are unused."""
+    images_size: Records | None = None
+    """At most so many of data.images; null: all, and 2,000 of shapes:images."""
+    caption_dropout: Share = 0.0
+    """Share of data.images whose caption is left out, so that guidance keeps its meaning."""
     heldout: str | None = None
     """shapes:heldout, or a file; prompts that are trained on as well are counted in the report. null: a tenth of the
     prompts (100 at most), which is then not trained on, with a model and prompts of one's own; else shapes:heldout."""
@@ -128,6 +136,11 @@ class DataConfig:
     """Give every tag the same number of groups, however many prompts it has."""
     cycle: list[str] | None = None
     """Tags that the groups take in turn, repeats allowed; null with balance: each tag once."""
+
+    @property
+    def is_stored(self) -> bool:
+        """True where images are learnt from that the policy did not sample."""
+        return self.pairs is not None or self.images is not None
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -210,11 +223,12 @@ class FlowGRPOConfig:
     """Length, checkpoints, machine."""
 
     def __post_init__(self) -> None:
-        if is_own(self.model.path, self.data.pairs or self.data.train):
+        if is_own(self.model.path, self.data.pairs or self.data.images or self.data.train):
             object.__setattr__(self, "evaluation", self.evaluation.without_packaged(self.rewarded))
         elif self.data.heldout is None:
             object.__setattr__(self, "data", replace(self.data, heldout="shapes:heldout"))
-        stored = self.data.pairs is not None
+        refuse(_unfit_images(self))
+        stored = self.data.is_stored
         check_sampling(self.objective, self.rollout, stored=stored)
         check_more_samples(self.objective, self.rollout, self.dynamic, self.self_imitation, stored=stored)
         refuse(_broken_rules(self))
@@ -225,7 +239,26 @@ class FlowGRPOConfig:
     @property
     def rewarded(self) -> Mapping[str, RewardTerm]:
         """label -> reward that samples are given; none of stored pairs."""
-        return self.rewards.terms if self.data.pairs is None else {}
+        return {} if self.data.is_stored else self.rewards.terms
+
+
+def _unfit_images(s: FlowGRPOConfig) -> Iterator[str]:
+    row, data = s.objective.regression, s.data
+    name, alike = f"objective.algorithm={s.objective.algorithm}", row is not None and row.learns_alike
+    if data.images is not None and not alike:
+        yield (
+            f"data.images are images with captions, none better than another, and {name} learns from what is better. "
+            "Take objective.algorithm=sft, as pipeline: sft_images does, or leave data.images out."
+        )
+    if data.pairs is not None and alike:
+        yield (
+            f"{name} learns every image alike, and data.pairs says which are better. Take diffusion_dpo, or give "
+            "images with captions as data.images."
+        )
+    if data.images is None and (data.caption_dropout or data.images_size):
+        yield "data.caption_dropout and data.images_size are of data.images, and there are none. Leave them out."
+    if data.images is not None and data.balance:
+        yield "data.balance orders the prompts of samples, and data.images are images. Leave one of them out."
 
 
 def _broken_rules(s: FlowGRPOConfig) -> Iterator[str]:
@@ -236,13 +269,13 @@ def _broken_rules(s: FlowGRPOConfig) -> Iterator[str]:
             "comparison.budget and comparison.hard are both set; a budget estimates the win rates by a fit, "
             "which has no hard wins. Leave one of them out."
         )
-    if s.data.pairs is not None and s.comparison is not None:
+    if s.data.is_stored and s.comparison is not None:
         yield (
             "data.pairs are compared already, and comparison says how samples are. Leave one of them out "
             "(pipeline: flow_grpo)."
         )
     sizes = len(s.rollout.image_sizes or [0])
-    if s.monitor.window % sizes:
+    if s.data.images is None and s.monitor.window % sizes:
         yield (
             f"monitor.window is {s.monitor.window} and rollout.image_sizes has {sizes}: iterations would be "
             f"compared with another mix of sizes. Set monitor.window to a multiple of {sizes}."
@@ -276,3 +309,15 @@ class PrefGRPOConfig(FlowGRPOConfig):
     """The loss; the publication's row where none is named."""
     comparison: ComparisonConfig = field(default_factory=ComparisonConfig)
     """Comparison of the images of a group."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class SFTImagesConfig(FlowGRPOConfig):
+    """Fine-tuning of an image model on images with captions, `data.images`."""
+
+    pipeline: ClassVar[str] = "sft_images"
+
+    rollout: RolloutSettings = field(default_factory=lambda: RolloutSettings(prompts_per_iteration=64, group_size=1))
+    """Images of an iteration, prompts_per_iteration of them, their sizes, and the steps of evaluations."""
+    objective: DiffusionObjectiveSettings = field(default_factory=lambda: DiffusionObjectiveSettings(algorithm="sft"))
+    """The loss; levels, density and weighting are objective.changes."""

@@ -39,7 +39,7 @@ from visalign.training.diffusion.samples import Features, StoredPreference
 from visalign.training.loop.sampler import PromptSampler
 
 from .config import ComparisonConfig, FlowGRPOConfig
-from .stored_pairs import read_stored
+from .stored_pairs import read_captioned, read_stored
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +68,13 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
     model = config.model.described_by, config.model.adapter
     edits, several = edits_of(*model), joins_sources(*model)
     reading, notes = {"several": several, "names": data.map}, ()
-    if data.pairs is None:
-        records = build_records(data.train, "data.train", edits=edits, **reading)
-    else:
+    source = "data.pairs" if data.pairs else "data.images" if data.images else "data.train"
+    if data.pairs is not None:
         records, notes = read_stored(data.pairs, edits, **_groups(config), **reading)
+    elif data.images is not None:
+        records, notes = read_captioned(data.images, edits, data.images_size, config.rollout.image_sizes, data.map)
+    else:
+        records = build_records(data.train, source, edits=edits, **reading)
     if data.heldout is None:
         records, heldout = own_heldout(records, config.seed)
     else:
@@ -89,7 +92,7 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
             f"evaluation.rewards names {', '.join(of_sets)}, which judges sets of a training and no held-out "
             "image. Name it in rewards.terms only."
         )
-    if data.pairs is not None:
+    if data.is_stored:
         reward: Any = StoredPreference()
     elif config.comparison is None:
         reward = weighted_sum(config.rewards, pointwise_only(judges, needed=config.rewards.terms), WeightedSum)
@@ -114,7 +117,7 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
         strata=strata,
         heldout_trained_on=len(trained_prompts),
         fingerprints={
-            **_fingerprints("data.train" if data.pairs is None else "data.pairs", records),
+            **_fingerprints(source, records),
             **_fingerprints("data.heldout", heldout),
         },
         notes=notes,
@@ -134,7 +137,8 @@ def _check_method(config: FlowGRPOConfig, reward: Any, records: Records, strata:
     size = rollout.prompts_per_iteration, rollout.group_size
     check_processes(objective, rollout, reward, world)
     # built for its refusals: the algorithm makes its own, but only once the model is there
-    PromptSampler(len(records), *size, config.seed, strata=strata, cycle=config.data.cycle)
+    order: dict[str, Any] = {"strata": strata, "cycle": config.data.cycle, "compared": not config.data.images}
+    PromptSampler(len(records), *size, config.seed, **order)
     renewed = any(term.references and term.references.every for term in config.rewarded.values())
     objective.check_reward(reward, renewed=renewed)
     more = config.dynamic, config.self_imitation
@@ -200,8 +204,8 @@ def _check_monitor(config: FlowGRPOConfig, *, has_features: bool) -> None:
     if config.objective.ascent is not None:
         reason = "Its samples are asked for the reward's gradient only; take group_std_ratio."
         measured |= dict.fromkeys(unscored, (False, reason))
-    if config.data.pairs is not None:
-        reason = "Stored pairs are not judged; limit heldout_change or feature_drift."
+    if config.data.is_stored:
+        reason = "Stored images are not judged; limit heldout_change or feature_drift."
         measured |= dict.fromkeys(unscored, (False, reason))
     config.rewards.check_monitor(config.monitor, config.evaluation, **measured)
 
@@ -215,7 +219,7 @@ def _prompt_key(record: Mapping[str, Any]) -> tuple[str, ...]:
 def _fingerprints(key: str, records: Records) -> dict[str, str]:
     """Hash the records of a source, and the sizes of their image files (those in Parquet have none)."""
     images = [image for record in records for image in listed_sources(record.get("source"))]
-    if key == "data.pairs":
+    if key in ("data.pairs", "data.images"):
         images += [candidate["image"] for record in records for candidate in record["candidates"]]
     files = [image for image in images if isinstance(image, str | Path) and os.path.isfile(image)]
     sizes = {f"images of {key}": fingerprint([{"bytes": [Path(f).stat().st_size for f in files]}])} if files else {}

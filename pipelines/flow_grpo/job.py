@@ -18,13 +18,13 @@ from visalign.pipelines.shared.grids import SampleGrids
 from visalign.pipelines.shared.job import PolicyRun, policy_run, result_folder, run_job
 from visalign.pipelines.shared.parts import build_accelerator, evenly_spaced
 
-from .config import FlowGRPOConfig, ModelConfig, PrefGRPOConfig
+from .config import FlowGRPOConfig, ModelConfig, PrefGRPOConfig, SFTImagesConfig
 from .inputs import prepare
 from .parts import build_drift, build_evaluator, build_policy, image_keeper
 from .plan import estimate, plan
 from .stored_pairs import stored_latents
 
-__all__ = ["FlowGRPOConfig", "PrefGRPOConfig", "estimate", "plan", "run"]
+__all__ = ["FlowGRPOConfig", "PrefGRPOConfig", "SFTImagesConfig", "estimate", "plan", "run"]
 
 
 def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
@@ -48,7 +48,8 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
         cycle=config.data.cycle,
         sharding=config.run.sharding,
         features=inputs.features,
-        stored=None if config.data.pairs is None else stored_latents(policy, inputs.records[0]),
+        stored=stored_latents(policy, inputs.records[0]) if config.data.is_stored else None,
+        caption_dropout=config.data.caption_dropout,
         dynamic=config.dynamic,
         references=inputs.references,
         self_imitation=config.self_imitation,
@@ -75,7 +76,7 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
         more=more_metrics,
         notes=inputs.notes,
         recorded=config.rewards.recorded,
-        optimized=config.rewards.optimized if config.data.pairs is None else (),
+        optimized=() if config.data.is_stored else config.rewards.optimized,
         fingerprints=inputs.fingerprints,
         title=f"{objective.algorithm} on {config.model.path}",
         policy=policy,

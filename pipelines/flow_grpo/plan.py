@@ -169,7 +169,7 @@ def _image_passes(config: FlowGRPOConfig) -> ImagePasses:
     rollout, settings = config.rollout, config.objective
     if (ascent := settings.ascent) is not None:  # its samples carry the gradient: no replay, no old policy
         return ImagePasses(*ascent.counted(rollout.steps), float(ascent.kl > 0), 0)
-    sampled = rollout.sampled_per_image if config.data.pairs is None else 0.0
+    sampled = 0.0 if config.data.is_stored else rollout.sampled_per_image
     if settings.credit == "turning_points":
         sampled += rollout.completed_per_image
     if (regression := settings.regression) is None:

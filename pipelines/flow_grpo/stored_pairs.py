@@ -1,21 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sets of compared or rated images that a policy learns from in place of its samples."""
+"""Stored images that a policy learns from in place of its samples: compared, rated, or with captions."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from visalign.data.sets.checks import check_preferences, summed_votes, without_duplicates
 from visalign.data.sets.columns import Columns
+from visalign.data.sets.hub_datasets import find_table
+from visalign.data.sets.image_references import TAR, resolve_image, tar_members
 from visalign.data.sets.prompt_files import Edits, check_sources, source_of
 from visalign.data.sets.records import PreferenceSet, QualitySet
-from visalign.data.sets.sources import is_named_set, load_source
+from visalign.data.sets.sources import CAPTIONED, is_named_set, load_source, shapes_images
+from visalign.data.sets.tables import listed
 from visalign.errors import UserError
+from visalign.pipelines.score.image_rows import IMAGE_ENDINGS, ImageRow
 from visalign.pipelines.shared.parts import Records, Row, check_images, check_texts, name_key, read_images
 from visalign.training.diffusion.samples import Stored
 
@@ -66,6 +74,77 @@ def read_stored(
         labelled = [(f"data.pairs: {record['candidates'][0]['where']}", record) for record in records]
         check_sources(labelled, needed=edits == "needed", several=several, remedy=_SOURCES)
     return records, tuple(f"data.pairs: {note}" for note in notes)
+
+
+def read_captioned(
+    source: str, edits: Edits, limit: int | None, sizes: Sequence[Any] | None, names: Mapping[str, str]
+) -> tuple[Records, tuple[str, ...]]:
+    """Read the images with captions of `data.images`, each the only candidate of its record, and notes on those left
+    out. With `sizes` a record's "bucket" is the number of the size whose shape is nearest.
+    """
+    from visalign.pipelines.score.parts import TARS, ScoringOptions, find_parts, read_part
+
+    shapes = [math.log(size[0] / size[1]) if isinstance(size, list | tuple) else 0.0 for size in sizes or [1]]
+    records: list[dict[str, Any]] = []
+    unreadable: list[str] = []
+    with name_key("data.images"):
+        if source == CAPTIONED:
+            rows = [ImageRow(image=image, prompt=prompt) for image, prompt in shapes_images(limit or 2000)]
+        else:
+            path = Path(source)
+            if path.name.endswith(TARS[1:]):
+                raise UserError(
+                    f"'{source}' is compressed, and images are read from where they lie. Unpack it to .tar."
+                )
+            options = ScoringOptions(rewards=[], names=names)
+            parts = find_parts([find_table(path)])
+            rows = islice(chain.from_iterable(read_part(part, options) for part in parts), limit)
+        for row in rows:
+            image = _in_tar(row.image) if row.content is not None and "://" not in row.image else row.image
+            if (reason := row.reason or (None if row.prompt else "it has no caption")) is None:
+                shape, reason = _shape(image)
+            if reason is not None:
+                unreadable.append(f"{row.image} ({reason})")
+                continue
+            candidate = {"image": image, "preference": 1.0, "where": f"'{source}'"}
+            record: dict[str, Any] = {"prompt": row.prompt, "tag": "", "candidates": [candidate]}
+            if sizes:
+                record["bucket"] = min(range(len(shapes)), key=lambda i: abs(shapes[i] - shape))
+            if edits != "none" and (edited := source_of({"metadata": row.metadata})) is not None:
+                record["source"] = edited
+            records.append(record)
+        if not records:
+            raise UserError(f"'{source}' has no image with a caption that can be read: {listed(unreadable)}.")
+        check_texts(records)
+        if edits != "none":
+            rows_named = [(f"'{source}'", record) for record in records]
+            check_sources(rows_named, needed=edits == "needed", several=True, remedy=_SOURCES)
+    left_out = f"data.images: {len(unreadable)} images are left out: {listed(unreadable)}."
+    return records, (left_out,) if unreadable else ()
+
+
+def _shape(image: str) -> tuple[float, str | None]:
+    """Read (log of height over width, None) of an image without decoding it, or why it cannot be read."""
+    try:
+        content = resolve_image(image)
+        if not isinstance(content, str):
+            height, width = content.shape[:2] if hasattr(content, "shape") else content.size[::-1]
+        else:
+            with Image.open(content) as opened:
+                width, height = opened.size
+    except (UserError, OSError, ValueError, Image.DecompressionBombError) as error:
+        return 0.0, str(error)
+    return math.log(height / width), None
+
+
+def _in_tar(image: str) -> str:
+    """Refer to the image of a WebDataset sample, which `read_part` names FILE.tar/SAMPLE."""
+    path, _, sample = image.rpartition(".tar/")
+    for member in tar_members(f"{path}.tar"):
+        folder, slash, name = member.rpartition("/")
+        if folder + slash + name.partition(".")[0] == sample and Path(name).suffix.lower() in IMAGE_ENDINGS:
+            return f"{TAR}{path}.tar#{member}"
+    raise UserError(f"'{path}.tar' has no image of the sample {sample!r}.")
 
 
 def _pairs(source_set: PreferenceSet, edits: Edits) -> tuple[list[dict[str, Any]], list[str]]:

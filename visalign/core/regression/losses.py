@@ -28,7 +28,9 @@ from torch.nn.functional import binary_cross_entropy_with_logits, softplus
 from visalign.core.checks import check_choice, check_same
 from visalign.core.precision import float32
 
-Weighting = Literal["uniform", "t", "x0", "epsilon", "v", "huber", "ghuber", "adaptive"]
+Weighting = Literal[
+    "uniform", "t", "x0", "epsilon", "v", "huber", "ghuber", "adaptive", "min_snr", "cosmap", "sigma_sqrt"
+]  # fmt: skip
 Mode = Literal["all", "positive_only", "negative_only", "one_only", "binary"]
 
 
@@ -141,12 +143,18 @@ def matching_error(
     return level_weight(sigma, weighting) * m
 
 
-def level_weight(sigma: Tensor, weighting: Weighting) -> Tensor:
+def level_weight(sigma: Tensor, weighting: Weighting, *, gamma: float = 5.0) -> Tensor:
     """w(σ) by which mean |v − u|² is the error of another prediction, as in `matching_error`: uniform 1; t σ;
     x0 σ²; epsilon (1 − σ)², as ε̂ = x_σ + (1 − σ) v; v (1 − σ)² + σ².
+
+    min_snr is min((1 − σ)², γσ²), whatever the network predicts: the error of ε times min(snr, γ)/snr, that of v times
+    min(snr, γ)/(snr + 1), snr = ((1 − σ)/σ)²; Hang et al., arXiv 2303.09556. cosmap is 2/(π(1 − 2σ + 2σ²)), Esser et
+    al., SD3, arXiv 2403.03206, section 3.1; sigma_sqrt, so called in diffusers' scripts, σ⁻².
     """
     factors = {"uniform": torch.ones_like(sigma), "t": sigma, "x0": sigma**2, "epsilon": (1 - sigma) ** 2}
     factors["v"] = factors["epsilon"] + factors["x0"]
+    factors["min_snr"] = torch.minimum(factors["epsilon"], gamma * factors["x0"])
+    factors |= {"cosmap": 2 / (torch.pi * factors["v"]), "sigma_sqrt": sigma**-2}
     check_choice("weighting", weighting, factors)
     return factors[weighting]
 

@@ -35,6 +35,7 @@ from .signals import best_share, old_policy_decay, soft_clip, tilted_weights
 
 Anchor = Literal["none", "old", "reference", "expert"]
 Noise = Literal["sample", "group", "start"]
+Density = Literal["sampler", "uniform", "logit_normal", "mode", "prediction"]
 Signal = Literal["advantage", "gdpo", "normalise_then_sum", "tilt", "best", "reward"]
 
 
@@ -155,6 +156,11 @@ class Regression:
     """Part of the sampler's steps whose levels are trained: (0, 0.5) is the noisier half."""
     continuous: bool = False
     """Levels between those of the sampler's timestep schedule too."""
+    density: Density = "sampler"
+    """Levels that are trained: those of the sampler's timesteps, or the model's 1,000 training levels by a density of
+    `level_position`; "prediction" is logit_normal for a velocity and uniform for the others."""
+    density_options: Mapping[str, float] = field(default_factory=dict)
+    """mean and std of logit_normal, scale of mode."""
     noise: Noise = "sample"
     """Level and noise are drawn per "sample", once for a "group", or are the sample's own ("start")."""
     old_decay: tuple[float, float, float] = (0, 0.0, 0.0)
@@ -180,6 +186,7 @@ class Regression:
         check_choice("weighting", self.weighting, (*get_args(Weighting), "prediction"))
         check_choice("signal", self.signal, (*SIGNALS, *MATRIX_SIGNALS))
         check_choice("noise", self.noise, get_args(Noise))
+        check_choice("density", self.density, get_args(Density))
         function = {**SIGNALS, **MATRIX_SIGNALS}[self.signal]
         Stage(function).check("regression signal", self.signal, self.signal_options)
         check_rules(self, RULES)
@@ -188,6 +195,16 @@ class Regression:
     def of_groups(self) -> bool:
         """True if the loss couples the samples of a group."""
         return self.loss in OF_GROUPS
+
+    @property
+    def compares(self) -> bool:
+        """True if samples are learnt from by what the others of their group are worth."""
+        return self.of_groups or self.signal != "reward"
+
+    @property
+    def learns_alike(self) -> bool:
+        """True if every image is learnt alike, as those with captions are."""
+        return self.loss == "weighted" and not self.compares
 
     @property
     def pulls(self) -> bool:
@@ -302,6 +319,11 @@ RULES: tuple[tuple[Callable[[Regression], bool], str], ...] = (
         "by rollout.sde_steps and rollout.train_steps.",
     ),
     (
+        lambda r: (r.visited and r.density != "sampler") or set(r.density_options) - {"mean", "std", "scale"},
+        "density is {density!r} with density_options {density_options}; options are mean and std of logit_normal and "
+        "scale of mode, and visited=True learns at the sampler's own levels.",
+    ),
+    (
         lambda r: r.visited and r.keeps_old,
         "old_decay is {old_decay}, and visited=True asks no old policy. Leave it out.",
     ),
@@ -406,6 +428,15 @@ REGRESSIONS: dict[str, Regression] = {
         anchor="none",
         signal="best",
         signal_options={"share": 0.25},
+    ),
+    "sft": Regression(
+        source="fine-tuning on images with captions: flow matching with SD3's levels, Esser et al., arXiv 2403.03206",
+        loss="weighted",
+        anchor="none",
+        signal="reward",
+        weighting="prediction",
+        density="prediction",
+        levels=1,
     ),
     "crd": Regression(
         source="Centered Reward Distillation, arXiv 2603.14128",

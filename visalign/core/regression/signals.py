@@ -8,6 +8,7 @@ from torch import Tensor
 
 from visalign.core.advantages.baselines import best_of_group_advantages
 from visalign.core.advantages.group import group_advantages
+from visalign.core.checks import check_choice
 from visalign.core.groups.labels import Labels, group_index, group_min, group_sum
 from visalign.core.groups.moments import present_entries
 
@@ -65,6 +66,21 @@ def best_worst_pairs(reward: Tensor, group: Labels, *, valid: Tensor | None = No
         if len(best):
             pairs.append(torch.stack([best[0], worst[0]]))
     return torch.stack(pairs) if pairs else torch.zeros(0, 2, dtype=torch.int64)
+
+
+def level_position(share: Tensor, density: str, *, mean: float = 0.0, std: float = 1.0, scale: float = 1.29) -> Tensor:
+    """Map shares w in (0, 1), uniform, to positions u on the training levels, 0 being pure noise.
+
+    uniform: u = w; logit_normal: u = sigmoid(mean + std Φ⁻¹(w)); mode: u = 1 − w − scale (cos²(πw/2) − 1 + w). As in
+    diffusers' training scripts u counts from the noise, so that a high mean trains low noise. Esser et al., SD3, arXiv
+    2403.03206, section 3.1.
+    """
+    check_choice("density", density, ("uniform", "logit_normal", "mode"))
+    if density == "logit_normal":
+        return torch.sigmoid(mean + std * torch.special.ndtri(share))
+    if density == "mode":
+        return 1 - share - scale * (torch.cos(torch.pi / 2 * share).square() - 1 + share)
+    return share
 
 
 def old_policy_decay(step: int, *, start: int, slope: float, end: float) -> float:

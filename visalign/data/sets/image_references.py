@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import io
+import tarfile
 from bisect import bisect_right
 from collections.abc import Mapping
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
+from tarfile import TarError
 from typing import Any
 
 from PIL import Image
@@ -17,6 +19,7 @@ from visalign.errors import UserError
 
 PARQUET = "parquet://"
 SHAPES = "shapes://"
+TAR = "tar://"
 TEXT = "text://"  # Begins the reference of a completion, which follows it as it is
 
 
@@ -56,7 +59,7 @@ def refer_to_images(path: str | Path, number: int, row: Mapping[str, Any], names
 
 
 def shapes_reference(split: str, seed: int, kind: str, number: int, side: str = "") -> str:
-    """Build the reference of an image of `ShapesPreferences(seed, split=split)`; kind "pair" or "quality"."""
+    """Build the reference of an image of `ShapesPreferences(seed, split=split)`; kind "pair", "quality" or "image"."""
     return f"{SHAPES}{split}/{seed}/{kind}/{number}/{side}".rstrip("/")
 
 
@@ -64,16 +67,17 @@ def resolve_image(reference: str) -> Any:
     """Turn a reference into an input of a reward: a path (not opened), a PIL image, uint8 [H, W, 3], a completion."""
     if reference.startswith(TEXT):
         return CompletionText(reference.removeprefix(TEXT))
-    if not reference.startswith((PARQUET, SHAPES)):
+    if not reference.startswith((PARQUET, TAR, SHAPES)):
         return reference
     try:
-        is_stored = reference.startswith(PARQUET)
-        return open_bytes(_parquet_bytes(reference), reference) if is_stored else _from_shapes(reference)
-    except (IndexError, KeyError, ValueError) as error:  # pyarrow.ArrowInvalid is a ValueError
+        return (
+            _from_shapes(reference) if reference.startswith(SHAPES) else open_bytes(image_bytes(reference), reference)
+        )
+    except (IndexError, KeyError, ValueError, TarError) as error:  # pyarrow.ArrowInvalid is a ValueError
         problem = str(error).rstrip(".")
         raise UserError(
             f"The reference '{reference}' leads to no image ({problem}); needed is {PARQUET}FILE#COLUMN#ROW, "
-            f"{SHAPES}SPLIT/SEED/pair/NUMBER/left|right or {SHAPES}SPLIT/SEED/quality/NUMBER."
+            f"{TAR}FILE#MEMBER, {SHAPES}SPLIT/SEED/pair/NUMBER/left|right or {SHAPES}SPLIT/SEED/quality|image/NUMBER."
         ) from error
 
 
@@ -106,6 +110,12 @@ def image_bytes(reference: str) -> bytes:
     """Return the content of an image's file; of an image of the shapes world its reference."""
     if reference.startswith(PARQUET):
         return _parquet_bytes(reference)
+    if reference.startswith(TAR):
+        path, _, member = reference.removeprefix(TAR).rpartition("#")
+        start, size = tar_members(path)[member]
+        with open(path, "rb") as file:  # TarFile itself is not for several threads
+            file.seek(start)
+            return file.read(size)
     return reference.encode() if reference.startswith((SHAPES, TEXT)) else Path(reference).read_bytes()
 
 
@@ -120,6 +130,13 @@ def _parquet_bytes(reference: str) -> bytes:
     if not isinstance(content, bytes):
         raise ValueError(f"the column holds {type(content).__name__}")
     return content
+
+
+@lru_cache(maxsize=8)
+def tar_members(path: str) -> dict[str, tuple[int, int]]:
+    """List the files of an uncompressed tar file: name -> (first byte, number of bytes)."""
+    with tarfile.open(path, "r:") as tar:
+        return {member.name: (member.offset_data, member.size) for member in tar if member.isfile()}
 
 
 @lru_cache(maxsize=8)
@@ -152,4 +169,6 @@ def _from_shapes(reference: str) -> Any:
     source = _shapes(split, int(seed))
     if kind == "quality":
         return render(source.quality(int(number)).scene)
+    if kind == "image":
+        return render(source.image(int(number))[1])
     return source.pair(int(number)).images()[("left", "right").index(side[0])]

@@ -25,6 +25,7 @@ from .tables import Row, listed, require_columns, select_split
 from .text_rows import refer_to_texts
 
 GENERATED = ("shapes:pairs", "shapes:quality")
+CAPTIONED = "shapes:images"  # Generated images with their prompts, of `shapes_images`
 TASK_PAIRS = "tasks:pairs"  # Completions: the solution of each packaged task, and that of another
 SHAPES_PAIRS = 400  # Default number of pairs or rated images of a generated set
 MOST_GENERATED = 100_000  # Largest number of them: all are drawn before the first is judged
@@ -297,6 +298,14 @@ def task_pairs(count: int | None = None, *, split: str = "heldout") -> Preferenc
 def _check_count(count: int) -> None:
     if count > MOST_GENERATED:
         raise UserError(f"A generated set has at most {MOST_GENERATED} records; got {count}. Give a smaller number.")
+
+
+def shapes_images(count: int = 2000, *, seed: int = 0, split: str = "train") -> list[tuple[str, str]]:
+    """Generate (reference, prompt) of images of the shapes world that satisfy their prompts."""
+    _check_count(count)
+    source = ShapesPreferences(seed, split=split)
+    prompts = (source.image(number)[0]["prompt"] for number in range(count))
+    return [(shapes_reference(split, seed, "image", number), prompt) for number, prompt in enumerate(prompts)]
 
 
 def shapes_quality(count: int, *, seed: int = 0, split: str = "heldout") -> QualitySet:

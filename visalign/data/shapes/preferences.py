@@ -163,6 +163,12 @@ class ShapesPreferences:
         (scene,) = self.surrounded([scene], number)
         return ShapesQuality(scene=scene, mos=float(ratings.mean()), std=std)
 
+    def image(self, number: int) -> tuple[Record, Scene]:
+        """Generate the prompt record of image `number`, and a scene that satisfies it."""
+        rng = np.random.default_rng([*self._seed, 3, number])
+        record = self.record(rng)
+        return record, sample_scene(record, rng)
+
     def record(self, rng: np.random.Generator) -> Record:
         """Draw a prompt record of the split, each category equally often."""
         group = self._groups[int(rng.integers(len(self._groups)))]

@@ -33,7 +33,7 @@ from visalign.training.loop.judging import (
 )
 from visalign.training.loop.processes import Shares, get_accelerator, share_gradients
 from visalign.training.loop.runtime import PhaseClock
-from visalign.training.loop.sampler import Batch, PromptSampler
+from visalign.training.loop.sampler import Batch, BucketSampler, PromptSampler
 from visalign.training.loop.sharding import max_over_processes, shard, unsharded
 from visalign.training.policy.balance import RewardBalance
 from visalign.training.policy.constraints import RewardConstraints
@@ -80,9 +80,10 @@ class ImageAlgorithm(Algorithm):
     `cycle` are those of `PromptSampler`; `sharding` divides the network, its gradients and AdamW's moments among the
     processes (FSDP2); `features` measure the diversity of a group. `stored` encodes stored images that replace
     samples. Each prompt record then has under "candidates" a record for each of the G samples of its group, merged
-    into it. `dynamic` replaces groups without signal by new ones, and `references` are reference images that the
-    reward compares with. `self_imitation` replays images that beat their group. `keep_images` gets a name, the images
-    and the records of what is sampled.
+    into it, and perhaps "bucket", the number of its `rollout.image_sizes`; a share `caption_dropout` of them is learnt
+    without a prompt. `dynamic` replaces groups without signal by new ones, and `references` are reference images that
+    the reward compares with. `self_imitation` replays images that beat their group. `keep_images` gets a name, the
+    images and the records of what is sampled.
     """
 
     algorithms: ClassVar[Mapping[str, Any]] = NAMED  # Values of `objective.algorithm` that this class trains
@@ -105,6 +106,7 @@ class ImageAlgorithm(Algorithm):
         sharding: bool = False,
         features: Features | None = None,
         stored: Stored | None = None,
+        caption_dropout: float = 0.0,
         dynamic: DynamicSettings | None = None,
         references: ReferenceImages | None = None,
         self_imitation: ReplaySettings | None = None,
@@ -131,10 +133,17 @@ class ImageAlgorithm(Algorithm):
         settings.check_reward(reward, renewed=renewed)
         settings.check_features(features is not None)
         self.records, self.features, self.stored, self.references = records, features, stored, references
+        self.caption_dropout = caption_dropout
         in_thread = rollout.overlap > 1 or rollout.staleness > 0
         self.scorer = RewardScorer(as_higher_is_better(reward), what="images", in_thread=in_thread)
         size = rollout.prompts_per_iteration, rollout.group_size
-        self.sampler = PromptSampler(len(records), *size, seed, strata=strata, cycle=cycle)
+        compared = settings.regression is None or settings.regression.compares
+        order: dict[str, Any] = {"strata": strata, "cycle": cycle, "compared": compared}
+        buckets = [record["bucket"] for record in records if "bucket" in record]
+        if stored is not None and buckets:
+            self.sampler: PromptSampler | BucketSampler = BucketSampler(buckets, *size, seed, compared=compared)
+        else:
+            self.sampler = PromptSampler(len(records), *size, seed, **order)
         self.samples = size[0] * size[1]
         self.shares = Shares.even(self.samples, self.accelerator)
         self.gather_all = self.shares.gather_all
@@ -142,8 +151,8 @@ class ImageAlgorithm(Algorithm):
         check_sizes(policy, rollout.image_sizes)
         self._default_size = getattr(policy, "image_size", None)
         try:
-            for iteration in range(len(rollout.image_sizes or ())):  # refused before an image is sampled
-                self.resize(iteration)
+            for number in range(len(rollout.image_sizes or ())):  # refused before an image is sampled
+                self._set_size(number)
         except UserError as error:
             raise UserError(f"rollout.image_sizes: {error}") from error
         finally:
@@ -158,12 +167,18 @@ class ImageAlgorithm(Algorithm):
 
     def resize(self, iteration: int | None) -> None:
         """Set the policy to an iteration's image size; None restores its own, as between iterations."""
+        sizes, of_images = self.rollout.image_sizes, isinstance(self.sampler, BucketSampler)
+        if iteration is None:
+            self._set_size(None)
+        elif sizes:
+            self._set_size(self.sampler.bucket(iteration) if of_images else iteration % len(sizes))
+
+    def _set_size(self, number: int | None) -> None:
+        """Set the policy to one of `rollout.image_sizes`; None restores its own."""
         policy, sizes = self.policy, self.rollout.image_sizes
         if sizes:
-            size = self._default_size if iteration is None else sizes[iteration % len(sizes)]
+            size = self._default_size if number is None else sizes[number]
             policy.image_size = size  # type: ignore[attr-defined]  # see check_sizes
-        elif iteration is not None:
-            return
         steps, schedule = self.rollout.steps, self.rollout.timestep_schedule
         self.sigmas = policy.sigmas(steps, timestep_schedule=schedule)
         self.times = policy.times(self.sigmas)
@@ -240,6 +255,9 @@ class ImageAlgorithm(Algorithm):
         assert self.stored is not None
         candidate = (batch.sample_id % self.rollout.group_size).tolist()
         merged = [{**record, **record["candidates"][i]} for record, i in zip(records, candidate, strict=True)]
+        for record, label in zip(merged, batch.sample_id.tolist(), strict=True):
+            if sample_seed(self.seed, "caption", label) / 2**63 < self.caption_dropout:
+                record["prompt"] = ""
         condition = self.encode(records, clock)
         with clock.phase("decode"), torch.no_grad():
             latents = self.stored(merged)

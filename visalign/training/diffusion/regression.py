@@ -28,7 +28,7 @@ from visalign.core.groups.group_statistics import group_extremes
 from visalign.core.groups.labels import group_index
 from visalign.core.regression.losses import covariance_guidance
 from visalign.core.regression.rows import MATRIX_SIGNALS, REGRESSIONS, PairOutput, Regression
-from visalign.core.regression.signals import best_worst_pairs
+from visalign.core.regression.signals import best_worst_pairs, level_position
 from visalign.core.surrogates.kl import velocity_kl
 from visalign.errors import UserError
 from visalign.flow.noise import initial_noise
@@ -48,6 +48,7 @@ from .images import ImageAlgorithm
 from .merging import mergeable_adapters, merged_adapters
 from .samples import PendingImages, ScoredImages, SelfImitation, StoredImage
 
+LEVELS = 1000  # Training levels of a model, of which a density draws
 OLD, AVERAGE = "old", "average"  # File stems of the old policy's weights and of the average's in a checkpoint
 PULLS = ("loss/kl", "loss/average")  # Losses that draw to the reference and to the average
 SUMS = ("pairs", "loss/policy", *PULLS, "match_error", "anchor_distance")  # Sums over an update's pairs
@@ -101,6 +102,8 @@ class VelocityRegression(ImageAlgorithm):
         assert row is not None
         prediction = "uniform" if policy.prediction == "velocity" else policy.prediction
         self.row = replace(row, weighting=prediction) if row.weighting == "prediction" else row
+        if row.density == "prediction":
+            self.row = replace(self.row, density="logit_normal" if policy.prediction == "velocity" else "uniform")
         self.experts = Experts(policy, self.settings.experts or {}, self.records) if row.anchor == "expert" else None
         self.module = self.distribute(
             velocity_of,
@@ -111,6 +114,7 @@ class VelocityRegression(ImageAlgorithm):
         if self.replay_settings is not None:
             self.imitation = SelfImitation(StoredImage, self.replay_settings, self.seed)
         self._merged_layers = mergeable_adapters(policy.module) if self.rollout.merge_adapters else []
+        self._levels: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
         self._old: EMA | None = None
         self._average: EMA | None = None
         for scale in (self.rollout.guidance, self.row.reference_guidance):
@@ -358,7 +362,7 @@ class VelocityRegression(ImageAlgorithm):
         self, experience: EndPoints, sample: Tensor, level: Tensor, epoch: int
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Noise end points: (x_σ [N, ...] as stored, u = ε − x0, σ [N], time [N]); u is 0 at visited states."""
-        row, sigmas, images, draw = experience.row, self.sigmas, experience.images, (epoch, *experience.drawn)
+        row, images, draw = experience.row, experience.images, (epoch, *experience.drawn)
         if row.visited:
             pairs = images.trajectory.pairs(sample, torch.tensor(experience.visited)[level])
             return pairs.x, torch.zeros_like(pairs.mean), pairs.sigma, pairs.time
@@ -368,9 +372,13 @@ class VelocityRegression(ImageAlgorithm):
         draws = [sample_seed(self.seed, "level", label, number, *draw) / 2**63 for label, number in keys]
         low, high = row.level_range
         within = (level + torch.tensor(draws, dtype=torch.float64)) / experience.levels
-        position = (low + (high - low) * within) * self.rollout.steps
-        step = position.long().clamp(max=self.rollout.steps - 1)
-        sigma, time = sigmas[step], self.times[step.to(self.times.device)]
+        share, sigmas, times = low + (high - low) * within, self.sigmas, self.times
+        if row.density != "sampler":
+            share = level_position(share, row.density, **row.density_options)
+            sigmas, times = self._training_levels()
+        position = share * (len(sigmas) - 1)
+        step = position.long().clamp(max=len(sigmas) - 2)
+        sigma, time = sigmas[step], times[step.to(times.device)]
         if row.continuous:
             sigma = torch.lerp(sigmas[step], sigmas[step + 1], (position - step).to(sigmas.dtype))
             time = self.policy.times(sigma)
@@ -386,6 +394,14 @@ class VelocityRegression(ImageAlgorithm):
         s = sigma.to(x0.dtype).reshape(-1, *[1] * (x0.ndim - 1))
         # x_σ = (1 − σ) x0 + σ ε
         return ((1 - s) * x0 + s * noise).to(stored.dtype), noise - x0, sigma.to(x0.dtype), time
+
+    def _training_levels(self) -> tuple[Tensor, Tensor]:
+        """Return the model's training levels [LEVELS + 1] and their times, which may depend on the image size."""
+        shape = tuple(self.policy.latent_shape)
+        if shape not in self._levels:
+            sigmas = self.policy.sigmas(LEVELS, timestep_schedule="plain")
+            self._levels[shape] = sigmas, self.policy.times(sigmas)
+        return self._levels[shape]
 
     def record(self, experience: EndPoints, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """Compute metrics of the updates."""

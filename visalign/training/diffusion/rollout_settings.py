@@ -69,8 +69,8 @@ class RolloutSettings:
 
     prompts_per_iteration: Count = 48
     """P, different prompts per iteration (over all processes)."""
-    group_size: Annotated[int, Field(ge=2, le=MOST_COUNTED)] = 24
-    """G, samples per prompt; at least 2."""
+    group_size: Count = 24
+    """G, samples per prompt; at least 2 where an algorithm compares them."""
     steps: Steps = 10
     """T, denoising steps."""
     timestep_schedule: Literal["diffusers", "plain"] = "diffusers"
@@ -371,6 +371,16 @@ def _conflicts(objective: DiffusionObjectiveSettings, rollout: RolloutSettings, 
             "images from elsewhere. Take diffusion_dpo, gdro, diffusion_kto, reward_weighted or rejection as "
             "published, or leave data.pairs out."
         )
+    if stored and row and row.learns_alike and rollout.group_size > 1:
+        yield (
+            f"rollout.group_size is {rollout.group_size}, and an image with its caption has no group. Set "
+            "rollout.group_size=1; rollout.prompts_per_iteration is then the number of images."
+        )
+    if not stored and row and row.learns_alike:
+        yield (
+            f"{name} learns every image alike, good or bad. Set data.images to images with captions, or take "
+            "objective.algorithm=rejection to learn from the best samples."
+        )
     if not stored and row and row.loss_options.get("soft"):
         yield (
             f"{name} has loss_options soft=true, which takes votes for probabilities, and samples of the policy have "
@@ -413,7 +423,7 @@ def check_more_samples(
     has_ratio = objective.is_policy_gradient or (row is not None and row.loss == "elbo")
     refusals = {
         f"{name} compares no rewards": not (learns or objective.is_policy_gradient),
-        "data.pairs are stored": stored,
+        "stored images (data.pairs, data.images) are no samples": stored,
         f"a bound of rewards.terms ({', '.join(can.constraints)}) counts all samples alike": bool(can.constraints),
     }
     of_dynamic = {"rollout.staleness=1 samples before the last rewards are known": rollout.staleness > 0}
@@ -439,9 +449,10 @@ def check_more_samples(
 
 def check_processes(objective: DiffusionObjectiveSettings, rollout: RolloutSettings, reward: Any, world: int) -> None:
     """Refuse more processes than samples, and processes that would split what is compared."""
-    check_batch_algebra(rollout.prompts_per_iteration, rollout.group_size, world)
-    check_batch_reward(reward, world)
     row = objective.regression
+    compared = row is None or row.compares
+    check_batch_algebra(rollout.prompts_per_iteration, rollout.group_size, world, compared=compared)
+    check_batch_reward(reward, world)
     by_group = row is not None and (row.of_groups or row.loss == "covariance")
     if rollout.branch is not None or by_group or reward.capabilities.needs_group:
         check_whole_groups(rollout.prompts_per_iteration, world)

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,9 +30,11 @@ class Batch:
         return self.prompt_index.shape[0]
 
 
-def check_batch_algebra(prompts_per_iteration: int, group_size: int, world_size: int = 1) -> None:
-    """Refuse G < 2 (a group of one has no group advantage), and P·G below the number of processes."""
-    if group_size < 2:
+def check_batch_algebra(
+    prompts_per_iteration: int, group_size: int, world_size: int = 1, *, compared: bool = True
+) -> None:
+    """Refuse G < 2 where samples are `compared` with their group, and P·G below the number of processes."""
+    if group_size < 2 and compared:
         raise UserError(
             f"group_size is {group_size}; a group is compared with itself, so it needs at least 2 samples. "
             f"Set rollout.group_size to 2 or more (Flow-GRPO uses 24)."
@@ -79,8 +82,9 @@ class PromptSampler:
         *,
         strata: Sequence[str] | None = None,
         cycle: Sequence[str] | None = None,
+        compared: bool = True,
     ) -> None:
-        check_batch_algebra(prompts_per_iteration, group_size)
+        check_batch_algebra(prompts_per_iteration, group_size, compared=compared)
         self.prompts_per_iteration, self.group_size, self.seed = prompts_per_iteration, group_size, seed
         labels = [""] * num_prompts if strata is None else list(strata)
         self._members = {label: np.flatnonzero(np.array(labels) == label) for label in sorted(set(labels))}
@@ -114,3 +118,40 @@ class PromptSampler:
             seed = sample_seed(self.seed, "prompts", label, epoch)
             orders[label, epoch] = np.random.default_rng(seed).permutation(len(members))
         return int(members[orders[label, epoch][position]])
+
+
+class BucketSampler:
+    """Iterations of P groups that share a bucket, such as a shape of images, each bucket as often as it has members.
+
+    `buckets` [N] numbers that of each prompt. The order of the buckets is a low-discrepancy sequence (steps of the
+    golden ratio), and each has its own epochs; nothing is stored between calls.
+    """
+
+    def __init__(
+        self, buckets: Sequence[int], prompts_per_iteration: int, group_size: int, seed: int, *, compared: bool = True
+    ) -> None:
+        size = prompts_per_iteration, group_size
+        labels, self._counts = np.unique(buckets, return_counts=True)
+        self._members = {int(label): np.flatnonzero(np.equal(buckets, label)) for label in labels}
+        self._parts = {
+            label: PromptSampler(len(members), *size, sample_seed(seed, "bucket", label), compared=compared)
+            for label, members in self._members.items()
+        }
+        self._all = PromptSampler(len(buckets), *size, seed, compared=compared)  # its labels are unique in the run
+
+    def _numbers(self, iterations: int) -> np.ndarray:
+        """Number of the bucket, among those with members, of iterations 0 to `iterations` - 1."""
+        points = (np.arange(iterations) * (math.sqrt(5) - 1) / 2 + 0.5) % 1
+        return np.searchsorted(np.cumsum(self._counts / self._counts.sum())[:-1], points, side="right")
+
+    def bucket(self, iteration: int) -> int:
+        """Return the bucket of an iteration."""
+        return list(self._members)[self._numbers(iteration + 1)[-1]]
+
+    def batch(self, iteration: int, rank: int = 0, world: int = 1) -> Batch:
+        """Return the samples of process `rank` of `world` in iteration 0, 1, 2, ..."""
+        numbers, bucket = self._numbers(iteration + 1), self.bucket(iteration)
+        visit = int((numbers[:-1] == numbers[-1]).sum())
+        index = self._parts[bucket].batch(visit, rank, world).prompt_index
+        prompts = torch.from_numpy(self._members[bucket][index.numpy()])
+        return replace(self._all.batch(iteration, rank, world), prompt_index=prompts)
