@@ -17,6 +17,7 @@ from visalign.evaluation import HeldoutResult
 from visalign.pipelines.shared.grids import SampleGrids
 from visalign.pipelines.shared.job import PolicyRun, policy_run, result_folder, run_job
 from visalign.pipelines.shared.parts import build_accelerator, evenly_spaced
+from visalign.training.loop.progress import POLICY_COLUMNS, SUPERVISED_COLUMNS
 
 from .config import FlowGRPOConfig, ModelConfig, PrefGRPOConfig, SFTImagesConfig
 from .inputs import prepare
@@ -35,7 +36,8 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
     inputs = prepare(config, accelerator.num_processes, str(accelerator.device))
     policy = build_policy(config.model, accelerator.device, config.seed)
     objective, rollout, evaluation = config.objective, config.rollout, config.evaluation
-    kind = VelocityRegression if objective.regression else RewardGradient if objective.ascent else FlowGRPO
+    row = objective.regression
+    kind = VelocityRegression if row else RewardGradient if objective.ascent else FlowGRPO
     algorithm = kind(
         policy,
         inputs.reward,
@@ -77,6 +79,7 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
         notes=inputs.notes,
         recorded=config.rewards.recorded,
         optimized=() if config.data.is_stored else config.rewards.optimized,
+        columns=SUPERVISED_COLUMNS if row and row.learns_alike else POLICY_COLUMNS,
         fingerprints=inputs.fingerprints,
         title=f"{objective.algorithm} on {config.model.path}",
         policy=policy,

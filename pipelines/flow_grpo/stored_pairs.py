@@ -96,7 +96,7 @@ def read_captioned(
                 raise UserError(
                     f"'{source}' is compressed, and images are read from where they lie. Unpack it to .tar."
                 )
-            options = ScoringOptions(rewards=[], names=names)
+            options = ScoringOptions(rewards=[], needs_prompt=False, names=names)
             parts = find_parts([find_table(path)])
             rows = islice(chain.from_iterable(read_part(part, options) for part in parts), limit)
         for row in rows:

@@ -12,12 +12,14 @@ from torch import Tensor
 
 from tests.golden_families import Outputs
 from visalign.core.regression.losses import (
+    level_weight,
     matching_error,
     nft_loss,
     preference_loss,
     reward_probability,
 )
-from visalign.core.regression.signals import best_worst_pairs, old_policy_decay
+from visalign.core.regression.signals import best_worst_pairs, level_position, old_policy_decay
+from visalign.flow import flow_sigma, timestep_sigmas
 
 _WEIGHTING = {"Uniform": "uniform", "t": "t", "t**2": "x0", "huber": "huber", "ghuber": "ghuber"}
 
@@ -99,5 +101,33 @@ def _tolerance(case: Any, key: str) -> tuple[float, float, str] | None:
     return None
 
 
-FAMILIES = {"E_diffusion_losses": _family}
+def _fine_tuning(case: Any) -> Outputs | None:
+    """Levels, weights and losses of diffusers' training scripts."""
+    params, kind = case.params, case.variant.split("_")[0]
+    scheme = {"none": "uniform"}.get(params.get("weighting_scheme"), params.get("weighting_scheme"))
+    if kind == "density":
+        draw = case.tensor("draw")
+        share = torch.special.ndtr(draw) if scheme == "logit_normal" else draw
+        names = {"mean": "logit_mean", "std": "logit_std", "scale": "mode_scale"}
+        options = {ours: params[theirs] for ours, theirs in names.items() if params[theirs] is not None}
+        return {"u": level_position(share, scheme, **options)}
+    if kind == "timestep":
+        table, u = timestep_sigmas(1000, shift=params["shift"]), case.tensor("u")
+        index = (u * (len(table) - 1)).long().clamp(max=len(table) - 2)
+        return {"index": index, "sigmas": table[index], "timesteps": 1000 * table[index]}
+    if kind == "min":
+        sigma = flow_sigma(case.tensor("alphas_cumprod"))
+        predicted = "v" if params["prediction_type"] == "v_prediction" else "epsilon"
+        weight = level_weight(sigma, "min_snr", gamma=params["snr_gamma"]) / level_weight(sigma, predicted)
+        return {"snr": ((1 - sigma) / sigma).square(), "weights": weight}
+    weighting = "uniform" if scheme in ("logit_normal", "mode") else scheme
+    outputs = {"weighting": level_weight(case.tensor("sigmas"), weighting)}
+    if kind == "loss":
+        v, target = case.tensor("model_output").requires_grad_(), case.tensor("noise") - case.tensor("clean_latents")
+        loss = matching_error(v, target, case.tensor("sigmas"), weighting=weighting).mean()
+        outputs |= {"loss": loss, "grad_model_output": torch.autograd.grad(loss, v)[0]}
+    return outputs
+
+
+FAMILIES = {"E_diffusion_losses": _family, "L_sft_weighting": _fine_tuning}
 TOLERANCES = {"E_diffusion_losses": _tolerance}

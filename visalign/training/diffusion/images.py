@@ -141,7 +141,7 @@ class ImageAlgorithm(Algorithm):
         order: dict[str, Any] = {"strata": strata, "cycle": cycle, "compared": compared}
         buckets = [record["bucket"] for record in records if "bucket" in record]
         if stored is not None and buckets:
-            self.sampler: PromptSampler | BucketSampler = BucketSampler(buckets, *size, seed, compared=compared)
+            self.sampler: PromptSampler | BucketSampler = BucketSampler(buckets, *size, seed)
         else:
             self.sampler = PromptSampler(len(records), *size, seed, **order)
         self.samples = size[0] * size[1]

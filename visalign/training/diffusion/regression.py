@@ -225,7 +225,7 @@ class VelocityRegression(ImageAlgorithm):
                 steps.append(RegressionStep(**chosen, epoch=epoch, on_policy=on_policy, **strength))
                 on_policy = False
         magnitude = experience.signal[experience.present].abs()
-        experience.metrics = {
+        experience.metrics = {} if row.learns_alike else {
             "frac_reward_zero_std": float(_without_signal(experience).double().mean()),
             "advantage_abs": float(magnitude.mean()) if len(magnitude) else 0.0,
             "trained_share": trained / max(1, total),
@@ -399,7 +399,8 @@ class VelocityRegression(ImageAlgorithm):
         """Return the model's training levels [LEVELS + 1] and their times, which may depend on the image size."""
         shape = tuple(self.policy.latent_shape)
         if shape not in self._levels:
-            sigmas = self.policy.sigmas(LEVELS, timestep_schedule="plain")
+            last = self.policy.prediction != "velocity"  # diffusers' offset of 1 leaves such schedules one level fewer
+            sigmas = self.policy.sigmas(LEVELS - last, timestep_schedule="plain")
             self._levels[shape] = sigmas, self.policy.times(sigmas)
         return self._levels[shape]
 

@@ -121,23 +121,21 @@ class PromptSampler:
 
 
 class BucketSampler:
-    """Iterations of P groups that share a bucket, such as a shape of images, each bucket as often as it has members.
+    """Iterations of P uncompared groups that share a bucket, such as a shape of images, each bucket as often as it has members.
 
     `buckets` [N] numbers that of each prompt. The order of the buckets is a low-discrepancy sequence (steps of the
     golden ratio), and each has its own epochs; nothing is stored between calls.
     """
 
-    def __init__(
-        self, buckets: Sequence[int], prompts_per_iteration: int, group_size: int, seed: int, *, compared: bool = True
-    ) -> None:
+    def __init__(self, buckets: Sequence[int], prompts_per_iteration: int, group_size: int, seed: int) -> None:
         size = prompts_per_iteration, group_size
         labels, self._counts = np.unique(buckets, return_counts=True)
         self._members = {int(label): np.flatnonzero(np.equal(buckets, label)) for label in labels}
         self._parts = {
-            label: PromptSampler(len(members), *size, sample_seed(seed, "bucket", label), compared=compared)
+            label: PromptSampler(len(members), *size, sample_seed(seed, "bucket", label), compared=False)
             for label, members in self._members.items()
         }
-        self._all = PromptSampler(len(buckets), *size, seed, compared=compared)  # its labels are unique in the run
+        self._all = PromptSampler(len(buckets), *size, seed, compared=False)  # its labels are unique in the run
 
     def _numbers(self, iterations: int) -> np.ndarray:
         """Number of the bucket, among those with members, of iterations 0 to `iterations` - 1."""

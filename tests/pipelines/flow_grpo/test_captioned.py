@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`pipeline: sft_images` on folders, tables and tar files of images with captions, and what is refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from tests.support.models.pipelines import tiny_folder
+from tests.support.models.sd3 import tiny_sd3_pipeline
+from visalign.config import load_config
+from visalign.data.sets.image_references import resolve_image
+from visalign.errors import ConfigError, UserError
+from visalign.pipelines.flow_grpo.inputs import prepare
+from visalign.pipelines.flow_grpo.job import SFTImagesConfig, plan, run
+from visalign.pipelines.flow_grpo.stored_pairs import read_captioned
+from visalign.pipelines.jobs import load_job
+from visalign.pipelines.shared.parts import read_images
+from visalign.training.loop.metrics import read_metrics
+
+SMALL = (
+    "model.lora.rank=4",
+    "rollout={prompts_per_iteration: 4, group_size: 1, steps: 4}",
+    "optimizer={lr: 1e-3, updates_per_iteration: 2, micro_batch: 3, ema_every: 1}",
+    "evaluation={seeds: [0], rewards: {jpeg_size: {}}, correctness: null}",
+    "run={iterations: 2, checkpoint_every: 1, device: cpu}",
+)
+SIZES = {"wide": (64, 32), "tall": (32, 64), "square": (40, 40), "also": (48, 44)}
+
+
+def _folder(folder: Path) -> Path:
+    """Four images with captions, one without, one that is no image."""
+    folder.mkdir(parents=True)
+    for name, size in SIZES.items():
+        Image.new("RGB", size, "red").save(folder / f"{name}.png")
+        (folder / f"{name}.txt").write_text(f"a {name} thing")
+    Image.new("RGB", (8, 8)).save(folder / "silent.png")
+    (folder / "broken.png").write_bytes(b"no image")
+    (folder / "broken.txt").write_text("a broken thing")
+    return folder
+
+
+def _tar(path: Path) -> Path:
+    with tarfile.open(path, "w") as tar:
+        for name, size in SIZES.items():
+            file = io.BytesIO()
+            Image.new("RGB", size, "blue").save(file, "PNG")
+            for ending, content in ((".png", file.getvalue()), (".txt", f"a {name} thing".encode())):
+                info = tarfile.TarInfo(f"part/{name}{ending}")
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+    return path
+
+
+def _table(path: Path) -> Path:
+    path.parent.mkdir()
+    rows = [{"caption": f"a {name} thing", "image": f"images/{name}.png"} for name in SIZES]
+    _folder(path.parent / "images")
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["folder", "tar", "table"])
+def test_images_and_captions_are_read_with_their_buckets(tmp_path, kind: str):
+    source = {
+        "folder": _folder,
+        "tar": lambda p: _tar(p.with_suffix(".tar")),
+        "table": lambda p: _table(p / "t.jsonl"),
+    }
+    path = source[kind](tmp_path / "data")
+    names = {"prompt": "caption"} if kind == "table" else {}
+    records, notes = read_captioned(str(path), "none", None, [(32, 64), 32, (64, 32)], names)
+    buckets = {record["prompt"].split()[1]: record["bucket"] for record in records}
+    assert buckets == {"wide": 0, "square": 1, "also": 1, "tall": 2}
+    for record in records:
+        (image,) = read_images([record["candidates"][0]["image"]], "a test")
+        assert tuple(image.shape[:0:-1]) == SIZES[record["prompt"].split()[1]]
+    if kind == "folder":
+        (note,) = notes
+        assert "2 images are left out" in note and "silent.png" in note and "broken.png" in note
+    assert len(read_captioned(str(path), "none", 1, None, names)[0]) == 1
+
+
+def test_scenes_of_the_world_have_their_prompts():
+    records, notes = read_captioned("shapes:images", "none", 20, None, {})
+    assert len(records) == 20 and not notes and len({record["prompt"] for record in records}) > 10
+    assert resolve_image(records[3]["candidates"][0]["image"]).shape == (64, 64, 3)
+
+
+def test_a_run_by_the_configuration_and_its_resume(tmp_path, capsys):
+    tiny_sd3_pipeline().save_pretrained(tmp_path / "model")
+    given = (f"model.path={tmp_path}/model", f"data={{images: {_folder(tmp_path / 'set')}, caption_dropout: 0.5}}")
+
+    def config(*overrides: str) -> SFTImagesConfig:
+        sizes = "rollout.image_sizes=[32, [16, 32]]"
+        return load_config(SFTImagesConfig, None, [*SMALL, *given, sizes, *overrides])
+
+    summary = run(config(), tmp_path / "whole")
+    said = "".join(capsys.readouterr())
+    assert "data.images: 2 images are left out" in said and "loss " in said and "no signal" not in said
+    planned = plan(config(), measure=False)
+    assert planned["cost"]["forward_equivalents_per_image"] == 3 and planned["batch"]["pairs_per_iteration"] == 4
+    log = read_metrics(tmp_path / "whole" / "metrics.jsonl")
+    assert {row["forward_equivalents_per_image"] for row in log} == {3} and all(row["loss"] > 0 for row in log)
+    assert summary["images"] == 8
+    run(config("run.iterations=1"), tmp_path / "parts")
+    run(config(), tmp_path / "parts", resume=True)
+    name = "lora/pytorch_lora_weights.safetensors"
+    whole, parts = (load_file(tmp_path / each / name) for each in ("whole", "parts"))
+    assert whole.keys() == parts.keys() and all(torch.equal(whole[key], parts[key]) for key in whole)
+    # the LoRA goes on in a training by preferences
+    job = load_job("shapes_quickstart", [f"model.path={tmp_path}/model", f"model.lora_path={tmp_path}/whole/lora"])
+    assert job.config.model.lora_path == f"{tmp_path}/whole/lora"
+
+
+def test_a_network_that_predicts_noise_is_trained_by_min_snr(tmp_path):
+    model = tiny_folder("sd15", tmp_path / "model")
+    changes = "objective={algorithm: sft, changes: {weighting: min_snr}}"
+    data = f"data.images={_folder(tmp_path / 'set')}"
+    config = load_config(SFTImagesConfig, None, [*SMALL, f"model.path={model}", data, changes, "run.iterations=1"])
+    run(config, tmp_path / "run")
+    (row,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert 0 < row["loss"] < row["match_error"]  # the weights are below 1
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("data.images=absent",), r"absent"),
+        (("data.images=EMPTY",), r"EMPTY' holds no image"),
+        (("data.images=BAD",), r"has no image with a caption that can be read: .*no caption"),
+        (("data.images=set.tar.gz",), r"is compressed.*Unpack it to \.tar"),
+        (("data.images=SET", "objective.algorithm=diffusion_dpo"), r"none better than another.*algorithm=sft"),
+        (("data.pairs=shapes:pairs",), r"learns every image alike, and data\.pairs says.*data\.images"),
+        (("data.images=SET", "rollout.group_size=2"), r"group_size is 2, and an image with its caption has no group"),
+        ((), r"learns every image alike, good or bad\. Set data\.images"),
+        (("data.caption_dropout=0.1",), r"caption_dropout and data\.images_size are of data\.images"),
+        (("data.images=SET", "rollout.image_sizes=[30]"), r"rollout\.image_sizes: .*30"),
+    ],
+)
+def test_what_cannot_be_learnt_from_is_refused_before_training(tmp_path, monkeypatch, given: Any, message: str):
+    monkeypatch.chdir(tmp_path)
+    _folder(tmp_path / "SET")
+    (tmp_path / "EMPTY").mkdir()
+    (tmp_path / "BAD").mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "BAD" / "a.png")
+    with pytest.raises((UserError, ConfigError), match=message):
+        config = load_config(SFTImagesConfig, None, [*SMALL, *given])
+        prepare(config, 1)
+        run(config, tmp_path / "run")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
