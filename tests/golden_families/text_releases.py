@@ -16,7 +16,9 @@ from visalign.core import (
     Trajectories,
     binary_tv,
     dppo,
+    drpo,
     pass_at_k_advantages,
+    prefix_excess,
     process_advantages,
     reinforce_pp_advantages,
 )
@@ -45,19 +47,28 @@ def _verl(case: Any) -> Outputs | None:
     return {"advantages": prepared.advantage * weight, **gradients(loss, log_prob=new)}
 
 
-def _dppo(case: Any) -> Outputs:
+def _packed(case: Any) -> Outputs:
     """Unpack the rows; a row without a token counts, and the mask is computed from float32 probabilities."""
     new, old = case.tensor("log_prob").requires_grad_(), case.tensor("old_log_prob")
     lengths = torch.tensor(case.inputs["lengths"])
     inside = torch.arange(int(lengths.max())) < lengths[:, None]
     advantage = case.tensor("row_advantages").repeat_interleave(lengths)
     weight = case.tensor("mask") if "mask" in case.inputs else torch.ones_like(new)
-    limit = {f"limit_{side}": case.params["delta"] for side in ("low", "high")}
-    token_loss = dppo(new - old, advantage, binary_tv(new.float(), old.float()).double(), cap=float("inf"), **limit)
+    distance, log_ratio = binary_tv(new.float(), old.float()), (new - old).clamp(-20, 20)  # no gradient beyond
 
     def rows(value: Tensor) -> Tensor:
         return torch.zeros(inside.shape, dtype=value.dtype).masked_scatter(inside, value)
 
+    if "epsilon" in case.params:
+        likely = old if case.variant.startswith("unirl_drpo") else None
+        token_loss = drpo(log_ratio, advantage, likely, epsilon=case.params["epsilon"])
+    else:
+        limit = {f"limit_{side}": case.params["delta"] for side in ("low", "high")}
+        if "w_min" in case.params:  # positions count masked tokens too
+            region = {"smallest": case.params["w_min"], "budget": case.params["delta_b"]}
+            distance = prefix_excess(rows(distance), inside.float(), limit=case.params["delta"], **region)[inside]
+            limit = dict.fromkeys(limit, 0.0)
+        token_loss = dppo(log_ratio, advantage, distance.double(), cap=float("inf"), **limit)
     counts = count_step(rows(weight), length=case.params["horizon"], empty="keep")
     names: dict[str, Any] = {"token_mean": "token_mean", "seq_mean_token_mean": "seq_mean_token_mean"}
     result: Outputs = {"token_loss": token_loss}
@@ -102,6 +113,7 @@ def _equality(case: Any) -> Outputs | None:
     return {"equal": judge.judge(case.inputs["answer"], {"answer": case.inputs["truth"]}).value == 1}
 
 
+_PACKED = ("log_prob", "old_log_prob", "lengths", "row_advantages")
 LOSSES: tuple[Row, ...] = (
     (
         r"verl_\w+",
@@ -109,7 +121,9 @@ LOSSES: tuple[Row, ...] = (
         ("eps_low", "eps_high", "dual_clip", "aggregation", "length"),
         ("log_prob", "old_log_prob", "rewards", "group", "mask"),
     ),
-    (r"unirl_dppo_\w+", _dppo, ("delta", "horizon"), ("log_prob", "old_log_prob", "lengths", "row_advantages")),
+    (r"unirl_dppo_\w+", _packed, ("delta", "horizon"), _PACKED),
+    (r"unirl_cppo_\w+", _packed, ("delta", "w_min", "delta_b", "horizon"), _PACKED),
+    (r"unirl_(drpo|spo)_\w+", _packed, ("epsilon", "horizon"), _PACKED),
 )
 ADVANTAGES: tuple[Row, ...] = (
     (r"deepseekmath_process\w*", _process, ("std", "eps"), ("step_rewards", "step_last_token", "mask")),

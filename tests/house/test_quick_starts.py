@@ -29,6 +29,7 @@ COMPLETIONS = ("data.size=8", "rollout.prompts_per_iteration=2", "rollout.group_
 BUDGETS = {
     "flow_grpo": IMAGES,
     "pref_grpo": IMAGES,
+    "sft_images": (*(each for each in IMAGES if "group_size" not in each), "data.images_size=4"),
     "text_grpo": (*TEXT, *COMPLETIONS),
     "text_ppo": (*TEXT, *COMPLETIONS),
     "text_dpo": (*TEXT, "data.batch=4"),
@@ -49,7 +50,7 @@ BUDGETS = {
 """Pipeline -> settings of a small run."""
 LENGTHS = {"run.iterations", "data.size", "rollout.samples"}
 """Settings of a page that the budget replaces; its other settings are kept."""
-OF_THE_READER = ("FOLDER", "NAME", "pairs.jsonl", "triples.jsonl", "heie.yaml", "checklist.yaml")
+OF_THE_READER = ("FOLDER", "MODEL", "NAME", "pairs.jsonl", "triples.jsonl", "heie.yaml", "checklist.yaml")
 """Placeholders of the reader's own files; such commands are only parsed, in `test_docs`."""
 
 STARTS = [

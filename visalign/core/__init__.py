@@ -86,13 +86,14 @@ rewards.uncertainty: bhattacharyya bhattacharyya_overlap combine_members inverse
 standalone.clip_losses: listwise_choice_loss paired_cosine pickscore_loss rank_margin_loss
 surrogates.aggregation: MODES Counts row_tokens
 surrogates.balance: dro flow_balance
-surrogates.forms: gmpo gradient_keeping_clip ppo_kl sapo
+surrogates.forms: drpo gmpo gradient_keeping_clip ppo_kl sapo
 surrogates.kl: categorical_kl kl_estimate velocity_kl
 surrogates.kl_gate: KLGate gate_threshold gated_coefficient next_gate
 surrogates.off_policy: ImportanceWeights effective_sample_size off_policy_mask
 surrogates.ratios: LEVELS guard_step_weight
 surrogates.value: explained_variance soft_minimum value_clip_fraction
-surrogates.weighted: binary_kl binary_tv cispo dppo gamma_weight reinforce vespo
+surrogates.weighted: binary_kl binary_tv cispo dppo gamma_weight prefix_excess reinforce
+    vespo
 tokens.entropy: covariance_statistics entrocraft_direction entrocraft_keep entropy_bonus fit_entropy_curve
     token_covariance
 tokens.entropy_terms: anchored_entropy_loss entropy_band_penalty nucleus_entropy nucleus_mask peak_entropy

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from visalign.core import aggregate, count_step, gaussian_kl, gaussian_log_prob, log_ratio, ppo_clip
-from visalign.core.surrogates.forms import gmpo, gradient_keeping_clip, ppo_kl, sapo
+from visalign.core.surrogates.forms import drpo, gmpo, gradient_keeping_clip, ppo_kl, sapo
 
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}
 EPS: dict[str, float] = {"eps_low": 0.2, "eps_high": 0.28}
@@ -34,6 +34,7 @@ def draw(*shape: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 FORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "ppo_kl": lambda r, a: ppo_kl(r, a, beta=0.7),
     "gradient_keeping_clip": lambda r, a: gradient_keeping_clip(r, a, **EPS),
+    "drpo": lambda r, a: drpo(r, a, -torch.ones_like(r)),
     "sapo": sapo,
     "gmpo": lambda r, a: gmpo(r, a, torch.ones_like(r)),
 }
@@ -64,10 +65,23 @@ def test_far_off_ratios_stay_finite(name: str) -> None:
     assert torch.isfinite(value).all() and torch.isfinite(grad).all()
 
 
-@pytest.mark.parametrize("name", ["ppo_kl", "sapo", "gmpo"])
+@pytest.mark.parametrize("name", ["ppo_kl", "drpo", "sapo", "gmpo"])
 def test_gradcheck(name: str) -> None:
     log_r, advantage = draw(4, 5)
     assert torch.autograd.gradcheck(lambda r: FORMS[name](r, advantage), (log_r.requires_grad_(),))
+
+
+@pytest.mark.parametrize("gain", [2.0, -3.0])
+def test_drpo_pulls_by_the_old_probability(gain: float) -> None:
+    """SPO turns at r = 1 + ε sign A; at half the probability the turn is twice as far."""
+    advantage = torch.tensor([gain], **DOUBLE)
+    for likely, distance in ((None, 0.2), (torch.tensor([math.log(0.5)], **DOUBLE), 0.4)):
+        turn = torch.tensor([math.log(1 + math.copysign(distance, gain))], **DOUBLE)
+        value, grad = slope(lambda r, likely=likely: drpo(r, advantage, likely, epsilon=0.2), turn)
+        assert abs(float(grad)) < 1e-12
+        share = 1.0 if likely is None else 0.5
+        by_hand = -float(turn.exp()) * gain + abs(gain) * share * distance**2 / 0.4
+        assert float(value) == pytest.approx(by_hand)
 
 
 def test_ppo_kl_by_hand() -> None:

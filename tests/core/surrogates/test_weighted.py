@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributions import Bernoulli, kl_divergence
 
 from visalign.core.surrogates.ratios import ratio_level
-from visalign.core.surrogates.weighted import binary_kl, binary_tv, cispo, dppo, reinforce, vespo
+from visalign.core.surrogates.weighted import binary_kl, binary_tv, cispo, dppo, prefix_excess, reinforce, vespo
 
 NAN = float("nan")
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}
@@ -137,6 +137,17 @@ def test_binary_kl_next_to_certainty() -> None:
         (1.0, 1.0, 0.2, True),
     ],
 )
+def test_cppo_charges_a_token_for_what_its_prefix_moved() -> None:
+    """By hand: D = (.1, .1, 0, .1) with w = (1, .9, absent, .8), δ = .12, b = .04, the most that P90 = .1 may be."""
+    divergence, weight = torch.tensor([[0.1, 0.1, 9.0, 0.1]], **DOUBLE), torch.tensor([[1.0, 1.0, 0.0, 1.0]], **DOUBLE)
+    excess = prefix_excess(divergence, weight, limit=0.12, smallest=0.8, budget=0.02)
+    # limits .12; .12 + .04·1 − .1 = .06; .12 + .04·1.9 − .19 = .006
+    expected = [0.1 - 0.12, 0.09 - 0.06, 0.08 - 0.006]
+    torch.testing.assert_close(excess[0, [0, 1, 3]], torch.tensor(expected, **DOUBLE))
+    still = prefix_excess(torch.zeros(2, 3), torch.tensor([[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]), limit=0.12)
+    assert bool((still <= 0).all())
+
+
 def test_dppo_drops_what_has_moved_too_far(ratio: float, gain: float, distance: float, kept: bool) -> None:
     log_r = torch.tensor([math.log(ratio)], **DOUBLE)
     arguments = (torch.tensor([gain]), torch.tensor([distance]))

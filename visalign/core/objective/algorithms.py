@@ -262,6 +262,15 @@ NAMED: dict[str, Objective] = {
         surrogate="dppo",
         surrogate_options={"divergence": "kl", "limit_low": 0.05, "limit_high": 0.05},
     ),
+    "cppo": _token_variant(
+        "CPPO, arXiv 2606.10968: DPPO's region over prefixes; δ of DPPO",
+        surrogate="cppo",
+        surrogate_options={"limit_low": 0.0, "limit_high": 0.0, "limit": 0.15, "smallest": 0.8, "budget": 0.02},
+    ),
+    "drpo": _token_variant("DRPO, arXiv 2606.09821", surrogate="drpo", surrogate_options={"epsilon": 12.5}),
+    "spo": _variant(
+        "Simple Policy Optimization, arXiv 2401.16025", surrogate="spo", surrogate_options={"epsilon": 0.2}
+    ),
     "dro": _token_variant(
         "Richemond et al., arXiv 2405.19107, per token as public trainers have it",
         surrogate="dro",

@@ -280,6 +280,20 @@ def importance_log_ratio(log_ratio: Tensor, *, weighted: bool = True) -> Tensor 
     return log_ratio if weighted else None
 
 
+def prefix_divergence(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    weight: Tensor,
+    *,
+    limit: float = 0.15,
+    smallest: float = 0.8,
+    budget: float = 0.02,
+) -> Tensor:
+    """Measure `prefix_excess` of the binary total variation, [b, T]."""
+    distance = weighted.binary_tv(log_prob, old_log_prob)
+    return weighted.prefix_excess(distance, weight, limit=limit, smallest=smallest, budget=budget)
+
+
 SURROGATES = {
     "ppo_clip": Stage(ppo_clip),
     "ppo_kl": Stage(forms.ppo_kl, kl="divergence"),
@@ -292,6 +306,9 @@ SURROGATES = {
     "vespo": Stage(weighted.vespo),
     # without log π, dppo's gradient goes through the log-ratio of the objective's level
     "dppo": Stage(weighted.dppo, log_prob=None, divergence=Stage(decision_divergence, exact="divergence")),
+    "cppo": Stage(weighted.dppo, log_prob=None, divergence=Stage(prefix_divergence)),
+    "drpo": Stage(forms.drpo),
+    "spo": Stage(forms.drpo, old_log_prob=None),
     "dro": Stage(balance.dro),
     "flow_balance": Stage(
         balance.flow_balance, reward=Stage(sample_mean_advantage), log_ratio=Stage(importance_log_ratio)

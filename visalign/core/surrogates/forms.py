@@ -45,6 +45,20 @@ def gradient_keeping_clip(log_ratio: Tensor, advantage: Tensor, *, eps_low: floa
     return torch.where(above, clipped.detach() * one, clipped)
 
 
+def drpo(log_ratio: Tensor, advantage: Tensor, old_log_prob: Tensor | None = None, *, epsilon: float = 12.5) -> Tensor:
+    """Compute DRPO: a quadratic pull to the old policy in place of the clip, ℓ = −r A + |A| μ (r − 1)² / (2ε).
+
+    μ is the old policy's probability of the token, so that likely tokens are held and unlikely ones may move. Without
+    old_log_prob it is 1, SPO's pull, whose gradient is 0 at r = 1 + ε sign A. DRPO, arXiv 2606.09821; Simple Policy
+    Optimization, arXiv 2401.16025.
+    """
+    log_r, gain = surrogate_inputs(log_ratio, advantage)
+    check_same(old_log_prob=old_log_prob, log_ratio=log_r)
+    likely = 1.0 if old_log_prob is None else old_log_prob.detach().to(log_r.dtype).clamp(max=0).exp()
+    ratio = bounded_ratio(log_r)
+    return -ratio * gain + gain.abs() * likely * (ratio - 1).square() / (2 * epsilon)
+
+
 def sapo(log_ratio: Tensor, advantage: Tensor, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Tensor:
     """Compute the soft adaptive gate of SAPO in place of the clip.
 

@@ -119,6 +119,26 @@ def dppo(
     return _weighted(log_prob, advantage, factor, weight)
 
 
+def prefix_excess(
+    divergence: Tensor, weight: Tensor, *, limit: float, smallest: float = 0.8, budget: float = 0.02
+) -> Tensor:
+    """Compute by how much each token exceeds CPPO's trust region over its prefix, [B, T], for `dppo` with limits 0.
+
+    With w_t falling evenly from 1 to w_min = `smallest` along the row's tokens and Z = w D, a token exceeds where
+    Z_t > min(δ, δ + b Σ_{j<t} w_j − Σ_{j<t} Z_j): what the tokens before it have moved is taken from its share. b is
+    the 0.9 quantile of the row's D, at least `budget` and at most twice that. CPPO, arXiv 2606.10968.
+    """
+    present = (weight != 0).to(divergence.dtype)
+    count = present.sum(1, keepdim=True)
+    share = present * (1 - (1 - smallest) * (present.cumsum(1) - 1) / (count - 1).clamp(min=1))
+    distance = present * divergence.detach().nan_to_num()
+    known = torch.where((weight != 0) | (count == 0), distance, torch.nan)
+    level = torch.nanquantile(known, 0.9, dim=1, keepdim=True).clamp(budget, 2 * budget)
+    moved = share * distance
+    left = level * (share.cumsum(1) - share) - (moved.cumsum(1) - moved)
+    return moved - (limit + left).clamp(max=limit)
+
+
 def binary_tv(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
     """Compute the total variation of "this token" against "any other", D = |π_old − π|, without gradient.
 

@@ -225,11 +225,15 @@ class VelocityRegression(ImageAlgorithm):
                 steps.append(RegressionStep(**chosen, epoch=epoch, on_policy=on_policy, **strength))
                 on_policy = False
         magnitude = experience.signal[experience.present].abs()
-        experience.metrics = {} if row.learns_alike else {
-            "frac_reward_zero_std": float(_without_signal(experience).double().mean()),
-            "advantage_abs": float(magnitude.mean()) if len(magnitude) else 0.0,
-            "trained_share": trained / max(1, total),
-        }
+        experience.metrics = (
+            {}
+            if row.learns_alike
+            else {
+                "frac_reward_zero_std": float(_without_signal(experience).double().mean()),
+                "advantage_abs": float(magnitude.mean()) if len(magnitude) else 0.0,
+                "trained_share": trained / max(1, total),
+            }
+        )
         return steps
 
     def _units(self, experience: EndPoints, sample: Tensor, pulls: bool, on_policy: bool) -> tuple[list[Tensor], int]:

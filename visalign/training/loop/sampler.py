@@ -121,7 +121,7 @@ class PromptSampler:
 
 
 class BucketSampler:
-    """Iterations of P uncompared groups that share a bucket, such as a shape of images, each bucket as often as it has members.
+    """Iterations of P uncompared groups that share a bucket, such as a shape, each as often as it has members.
 
     `buckets` [N] numbers that of each prompt. The order of the buckets is a low-discrepancy sequence (steps of the
     golden ratio), and each has its own epochs; nothing is stored between calls.
