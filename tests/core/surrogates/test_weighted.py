@@ -125,6 +125,17 @@ def test_binary_kl_next_to_certainty() -> None:
     assert binary_kl(torch.tensor([1e-7]), certain) == 0
 
 
+def test_cppo_charges_a_token_for_what_its_prefix_moved() -> None:
+    """By hand: D = (.1, .1, 0, .1) with w = (1, .9, absent, .8), δ = .12, b = .04, the most that P90 = .1 may be."""
+    divergence, weight = torch.tensor([[0.1, 0.1, 9.0, 0.1]], **DOUBLE), torch.tensor([[1.0, 1.0, 0.0, 1.0]], **DOUBLE)
+    excess = prefix_excess(divergence, weight, limit=0.12, smallest=0.8, budget=0.02)
+    # limits .12; .12 + .04·1 − .1 = .06; .12 + .04·1.9 − .19 = .006
+    expected = [0.1 - 0.12, 0.09 - 0.06, 0.08 - 0.006]
+    torch.testing.assert_close(excess[0, [0, 1, 3]], torch.tensor(expected, **DOUBLE))
+    still = prefix_excess(torch.zeros(2, 3), torch.tensor([[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]), limit=0.12)
+    assert bool((still <= 0).all())
+
+
 @pytest.mark.parametrize(
     ("ratio", "gain", "distance", "kept"),
     [
@@ -137,17 +148,6 @@ def test_binary_kl_next_to_certainty() -> None:
         (1.0, 1.0, 0.2, True),
     ],
 )
-def test_cppo_charges_a_token_for_what_its_prefix_moved() -> None:
-    """By hand: D = (.1, .1, 0, .1) with w = (1, .9, absent, .8), δ = .12, b = .04, the most that P90 = .1 may be."""
-    divergence, weight = torch.tensor([[0.1, 0.1, 9.0, 0.1]], **DOUBLE), torch.tensor([[1.0, 1.0, 0.0, 1.0]], **DOUBLE)
-    excess = prefix_excess(divergence, weight, limit=0.12, smallest=0.8, budget=0.02)
-    # limits .12; .12 + .04·1 − .1 = .06; .12 + .04·1.9 − .19 = .006
-    expected = [0.1 - 0.12, 0.09 - 0.06, 0.08 - 0.006]
-    torch.testing.assert_close(excess[0, [0, 1, 3]], torch.tensor(expected, **DOUBLE))
-    still = prefix_excess(torch.zeros(2, 3), torch.tensor([[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]), limit=0.12)
-    assert bool((still <= 0).all())
-
-
 def test_dppo_drops_what_has_moved_too_far(ratio: float, gain: float, distance: float, kept: bool) -> None:
     log_r = torch.tensor([math.log(ratio)], **DOUBLE)
     arguments = (torch.tensor([gain]), torch.tensor([distance]))
