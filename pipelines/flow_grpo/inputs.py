@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from visalign.adapters.catalogue import edits_of, joins_sources
-from visalign.data.sets.prompt_files import listed_sources, record_key
+from visalign.data.sets.prompt_files import Edits, listed_sources, record_key
 from visalign.errors import UserError, suggestion
 from visalign.evaluation.heldout.correctness import check_judge
 from visalign.interfaces import PairwiseReward, PointwiseReward
@@ -67,14 +67,8 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
     data, evaluation = config.data, config.evaluation
     model = config.model.described_by, config.model.adapter
     edits, several = edits_of(*model), joins_sources(*model)
-    reading, notes = {"several": several, "names": data.map}, ()
-    source = "data.pairs" if data.pairs else "data.images" if data.images else "data.train"
-    if data.pairs is not None:
-        records, notes = read_stored(data.pairs, edits, **_groups(config), **reading)
-    elif data.images is not None:
-        records, notes = read_captioned(data.images, edits, data.images_size, config.rollout.image_sizes, data.map)
-    else:
-        records = build_records(data.train, source, edits=edits, **reading)
+    reading: dict[str, Any] = {"several": several, "names": data.map}
+    source, records, notes = _training_records(config, edits, reading)
     if data.heldout is None:
         records, heldout = own_heldout(records, config.seed)
     else:
@@ -122,6 +116,19 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
         },
         notes=notes,
     )
+
+
+def _training_records(
+    config: FlowGRPOConfig, edits: Edits, reading: Mapping[str, Any]
+) -> tuple[str, Records, tuple[str, ...]]:
+    """Read (key, records, notes) of the prompts, stored pairs or images with captions that are learnt from."""
+    data = config.data
+    if data.pairs is not None:
+        return "data.pairs", *read_stored(data.pairs, edits, **_groups(config), **reading)
+    if data.images is not None:
+        sizes = config.rollout.image_sizes
+        return "data.images", *read_captioned(data.images, edits, data.images_size, sizes, data.map)
+    return "data.train", build_records(data.train, "data.train", edits=edits, **reading), ()
 
 
 def _groups(config: FlowGRPOConfig) -> dict[str, Any]:

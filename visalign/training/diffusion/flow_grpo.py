@@ -48,7 +48,8 @@ from visalign.training.policy.update import (
     with_bundles,
 )
 
-from .images import ImageAlgorithm, ReferenceRewards
+from .images import ImageAlgorithm
+from .references import ReferenceRewards
 from .samples import PendingImages, ScoredImages
 
 

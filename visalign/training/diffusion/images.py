@@ -137,13 +137,12 @@ class ImageAlgorithm(Algorithm):
         in_thread = rollout.overlap > 1 or rollout.staleness > 0
         self.scorer = RewardScorer(as_higher_is_better(reward), what="images", in_thread=in_thread)
         size = rollout.prompts_per_iteration, rollout.group_size
-        compared = settings.regression is None or settings.regression.compares
+        compared, buckets = settings.regression is None or settings.regression.compares, []
+        if stored is not None and rollout.image_sizes:
+            buckets = [record["bucket"] for record in records if "bucket" in record]
         order: dict[str, Any] = {"strata": strata, "cycle": cycle, "compared": compared}
-        buckets = [record["bucket"] for record in records if "bucket" in record]
-        if stored is not None and buckets:
-            self.sampler: PromptSampler | BucketSampler = BucketSampler(buckets, *size, seed)
-        else:
-            self.sampler = PromptSampler(len(records), *size, seed, **order)
+        plain = partial(PromptSampler, len(records), *size, seed, **order)
+        self.sampler = BucketSampler(buckets, *size, seed) if buckets else plain()
         self.samples = size[0] * size[1]
         self.shares = Shares.even(self.samples, self.accelerator)
         self.gather_all = self.shares.gather_all
@@ -451,58 +450,3 @@ class ImageAlgorithm(Algorithm):
     def forward_equivalents(self) -> int:
         """Count one for a forward on one latent, two more for a backward."""
         return self.policy.forward_count.equivalents
-
-
-class ReferenceRewards:
-    """Rewards of `count` images per prompt, sampled by the reference when the prompt first comes, and stored.
-
-    The images are sampled as the policy's are, with noise that depends on the run's seed and the prompt. PAR (arXiv
-    2502.18770, eq. 4) compares the policy's rewards with them.
-    """
-
-    def __init__(self, algorithm: ImageAlgorithm, count: int) -> None:
-        self._algorithm, self._count = algorithm, count
-        self._rewards: dict[int, Tensor] = {}  # Index of a prompt -> [count] float64
-
-    def of(self, images: ScoredImages, run: Context) -> Tensor:
-        """Return [B, count] float64 of the samples' prompts; NaN where the reward failed, which is tried again."""
-        prompt = images.shares.gather_all(images.batch.prompt_index[: len(images.shares.own)]).tolist()
-        new = torch.tensor([i for i in dict.fromkeys(prompt) if i not in self._rewards], dtype=torch.int64)
-        rewards = dict(self._rewards)
-        if len(new):
-            rewards |= dict(zip(new.tolist(), self._sample(new, images.trajectory.sde_steps, run), strict=True))
-            self._rewards |= {i: reward for i, reward in rewards.items() if bool(reward.isfinite().all())}
-        result = torch.stack([rewards[i] for i in prompt])
-        value, valid = result.mean(1).float(), result.isfinite().all(1)
-        reason = ["the reference's image of the prompt has no reward"] * len(value)
-        judge, limit = self._algorithm.scorer.reward, self._algorithm.rollout.max_failure_rate
-        check_failures(Scores(value=value, valid=valid, unit=judge.unit, reason=reason), valid, limit, judge.name)
-        return result
-
-    def _sample(self, prompts: Tensor, sde_steps: tuple[int, ...], run: Context) -> Tensor:
-        """Sample and score `count` images of each of n prompts, [n, count]; the processes share the work."""
-        algorithm = self._algorithm
-        number = (prompts[:, None] * self._count + torch.arange(self._count)).flatten()
-        world = algorithm.accelerator.num_processes
-        shares = Shares.of_owners(torch.arange(len(number)) % world, algorithm.accelerator)
-        own, value = number[shares.own], torch.zeros(0, dtype=torch.float64)
-        if len(own):
-            records = [algorithm.records[i] for i in (own // self._count).tolist()]
-            # ids below 0: no sample of the run has the same noise
-            batch = Batch(prompt_index=own // self._count, group_id=-1 - own, sample_id=-1 - own)
-            condition, rows = algorithm.encode(records, run.clock), torch.arange(len(own))
-            with algorithm.reference.applied():
-                latents = algorithm.roll_out(condition, batch, rows, sde_steps, run.clock).latents
-            scores = algorithm.score(latents, records, run.clock)
-            value = torch.where(scores.valid, scores.value, torch.nan).double().cpu()
-        return shares.gather_all(value).view(len(prompts), self._count)
-
-    def state(self) -> dict[str, Tensor]:
-        """Return the rewards, for a checkpoint."""
-        rewards = torch.stack([*self._rewards.values()]) if self._rewards else torch.zeros(0, self._count)
-        return {"prompt": torch.tensor(list(self._rewards), dtype=torch.int64), "reward": rewards}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Restore from a checkpoint; an empty state forgets all, for another reference."""
-        pairs = zip(state["prompt"].tolist(), state["reward"], strict=True) if state else ()
-        self._rewards = {i: reward.clone() for i, reward in pairs}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merge LoRA adapters into the weights while a policy samples.
+"""Sample with merged LoRA adapters, or at another guidance scale, than a policy is trained with.
 
 Source: LoRA, arXiv 2106.09685, section 4.1: W + (α / r) B A costs no more than W.
 """
@@ -16,6 +16,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from visalign.errors import UserError
+from visalign.interfaces import DiffusionPolicy
 
 
 def mergeable_adapters(network: nn.Module) -> list[Any]:
@@ -66,3 +67,23 @@ def merged_adapters(layers: list[Any]) -> Iterator[None]:
             base.weight.data = weight
         for weight, trainable in flags:
             weight.requires_grad_(trainable)
+
+
+@contextmanager
+def guidance_scale(policy: DiffusionPolicy, scale: float | None) -> Iterator[None]:
+    """Set the policy's guidance scale inside the block; None leaves its own."""
+    if scale is None:
+        yield
+        return
+    changed: Any = policy
+    before = getattr(policy, "guidance", None)
+    if not isinstance(before, int | float):
+        raise UserError(
+            f"{type(policy).__name__} has no attribute guidance that can be set, so rollout.guidance and "
+            "reference_guidance must be null."
+        )
+    try:
+        changed.guidance = float(scale)
+        yield
+    finally:
+        changed.guidance = before

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reference images of a reward, drawn and ranked while a policy trains."""
+"""Reference images of a reward, drawn and ranked while a policy trains, and rewards of what the reference draws."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from visalign.flow.rollout import decode_images, rollout
-from visalign.interfaces import ReferencedReward
+from visalign.interfaces import ReferencedReward, Scores
 from visalign.seeds import sample_seed
 from visalign.settings import MOST
+from visalign.training.loop.algorithm import Context
+from visalign.training.loop.judging import check_failures
+from visalign.training.loop.processes import Shares
 from visalign.training.loop.runtime import PhaseClock
+from visalign.training.loop.sampler import Batch
 from visalign.vision.pixels import to_levels
 
-from .samples import Records
+from .samples import Records, ScoredImages
 
 KEY = "references"  # File stem of the references in a checkpoint
 
@@ -104,3 +108,58 @@ class ReferenceImages:
         for name, images in state.items():
             iteration, _, prompt = name.partition(" ")
             self.drawn[prompt], self.reward.references[prompt] = int(iteration), images
+
+
+class ReferenceRewards:
+    """Rewards of `count` images per prompt, sampled by the reference when the prompt first comes, and stored.
+
+    The images are sampled as the policy's are, with noise that depends on the run's seed and the prompt. PAR (arXiv
+    2502.18770, eq. 4) compares the policy's rewards with them.
+    """
+
+    def __init__(self, algorithm: Any, count: int) -> None:
+        self._algorithm, self._count = algorithm, count
+        self._rewards: dict[int, Tensor] = {}  # Index of a prompt -> [count] float64
+
+    def of(self, images: ScoredImages, run: Context) -> Tensor:
+        """Return [B, count] float64 of the samples' prompts; NaN where the reward failed, which is tried again."""
+        prompt = images.shares.gather_all(images.batch.prompt_index[: len(images.shares.own)]).tolist()
+        new = torch.tensor([i for i in dict.fromkeys(prompt) if i not in self._rewards], dtype=torch.int64)
+        rewards = dict(self._rewards)
+        if len(new):
+            rewards |= dict(zip(new.tolist(), self._sample(new, images.trajectory.sde_steps, run), strict=True))
+            self._rewards |= {i: reward for i, reward in rewards.items() if bool(reward.isfinite().all())}
+        result = torch.stack([rewards[i] for i in prompt])
+        value, valid = result.mean(1).float(), result.isfinite().all(1)
+        reason = ["the reference's image of the prompt has no reward"] * len(value)
+        judge, limit = self._algorithm.scorer.reward, self._algorithm.rollout.max_failure_rate
+        check_failures(Scores(value=value, valid=valid, unit=judge.unit, reason=reason), valid, limit, judge.name)
+        return result
+
+    def _sample(self, prompts: Tensor, sde_steps: tuple[int, ...], run: Context) -> Tensor:
+        """Sample and score `count` images of each of n prompts, [n, count]; the processes share the work."""
+        algorithm = self._algorithm
+        number = (prompts[:, None] * self._count + torch.arange(self._count)).flatten()
+        world = algorithm.accelerator.num_processes
+        shares = Shares.of_owners(torch.arange(len(number)) % world, algorithm.accelerator)
+        own, value = number[shares.own], torch.zeros(0, dtype=torch.float64)
+        if len(own):
+            records = [algorithm.records[i] for i in (own // self._count).tolist()]
+            # ids below 0: no sample of the run has the same noise
+            batch = Batch(prompt_index=own // self._count, group_id=-1 - own, sample_id=-1 - own)
+            condition, rows = algorithm.encode(records, run.clock), torch.arange(len(own))
+            with algorithm.reference.applied():
+                latents = algorithm.roll_out(condition, batch, rows, sde_steps, run.clock).latents
+            scores = algorithm.score(latents, records, run.clock)
+            value = torch.where(scores.valid, scores.value, torch.nan).double().cpu()
+        return shares.gather_all(value).view(len(prompts), self._count)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the rewards, for a checkpoint."""
+        rewards = torch.stack([*self._rewards.values()]) if self._rewards else torch.zeros(0, self._count)
+        return {"prompt": torch.tensor(list(self._rewards), dtype=torch.int64), "reward": rewards}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Restore from a checkpoint; an empty state forgets all, for another reference."""
+        pairs = zip(state["prompt"].tolist(), state["reward"], strict=True) if state else ()
+        self._rewards = {i: reward.clone() for i, reward in pairs}

@@ -15,7 +15,7 @@ Deliberate differences from the published code:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -30,10 +30,8 @@ from visalign.core.regression.losses import covariance_guidance
 from visalign.core.regression.rows import MATRIX_SIGNALS, REGRESSIONS, PairOutput, Regression
 from visalign.core.regression.signals import best_worst_pairs, level_position
 from visalign.core.surrogates.kl import velocity_kl
-from visalign.errors import UserError
 from visalign.flow.noise import initial_noise
 from visalign.flow.rollout import velocity_of
-from visalign.interfaces import DiffusionPolicy
 from visalign.seeds import sample_seed
 from visalign.training.loop.algorithm import Collected, Context
 from visalign.training.loop.ema import EMA
@@ -45,7 +43,7 @@ from visalign.training.policy.winners import KEY as REPLAY
 
 from .experts import Experts
 from .images import ImageAlgorithm
-from .merging import mergeable_adapters, merged_adapters
+from .merging import guidance_scale, mergeable_adapters, merged_adapters
 from .samples import PendingImages, ScoredImages, SelfImitation, StoredImage
 
 LEVELS = 1000  # Training levels of a model, of which a density draws
@@ -493,23 +491,3 @@ def _without_signal(experience: EndPoints) -> Tensor:
 
 def _mean_square(a: Tensor, b: Tensor) -> Tensor:
     return (a - b).square().flatten(1).mean(1)
-
-
-@contextmanager
-def guidance_scale(policy: DiffusionPolicy, scale: float | None) -> Iterator[None]:
-    """Set the policy's guidance scale inside the block; None leaves its own."""
-    if scale is None:
-        yield
-        return
-    changed: Any = policy
-    before = getattr(policy, "guidance", None)
-    if not isinstance(before, int | float):
-        raise UserError(
-            f"{type(policy).__name__} has no attribute guidance that can be set, so rollout.guidance and "
-            "reference_guidance must be null."
-        )
-    try:
-        changed.guidance = float(scale)
-        yield
-    finally:
-        changed.guidance = before
