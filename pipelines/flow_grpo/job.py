@@ -36,7 +36,6 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
     inputs = prepare(config, accelerator.num_processes, str(accelerator.device))
     policy = build_policy(config.model, accelerator.device, config.seed)
     objective, rollout, evaluation = config.objective, config.rollout, config.evaluation
-        columns=SUPERVISED_COLUMNS if row and row.learns_alike else POLICY_COLUMNS,
     row = objective.regression
     kind = VelocityRegression if row else RewardGradient if objective.ascent else FlowGRPO
     algorithm = kind(
