@@ -13,7 +13,7 @@ import torch
 
 from visalign.data.assets import resolve_model
 from visalign.interfaces import RewardCapabilities, Scores
-from visalign.rewards.base.contract import Request, RewardError, make_scores
+from visalign.rewards.base.contract import Request, RewardError, check_rules, make_scores
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.catalogue import check_options
 from visalign.rewards.reading.numbers import AnswerError
@@ -74,7 +74,19 @@ class ChatJudge:
         self.server = connect(
             self.name, server, base_url, model, server_options, device=device, load_local=self.load_local
         )
-        self.template = as_template(self.name, template, self.default_template, self.required_fields)
+        default = self.default_template
+        if isinstance(template, str):
+            template = question(default.name, template, images=[""] * default.images, words=default.words)
+        self.template = template = template or default
+        missing = next((f"{{{field}}}" for field in self.required_fields if field not in template.fields), None)
+        images = f"the template has {template.images} slots for images; it needs {default.images}"
+        check_rules(
+            self.name,
+            {
+                f"the template has no {missing}; write it where that text belongs": missing is None,
+                images: template.images == default.images,
+            },
+        )
         self.answers = answers
         self.sampling = {
             "answers": answers,
@@ -177,20 +189,6 @@ def connect(
     arguments = {"base_url": base_url, "model": model, **options}
     check_options(name, ChatServer, arguments)
     return ChatServer(**arguments)
-
-
-def as_template(
-    name: str, template: Template | str | None, default: Template, required_fields: Sequence[str]
-) -> Template:
-    """Return the given template, `default` if None; a text becomes a template with the default's images."""
-    if isinstance(template, str):
-        template = question(default.name, template, images=[""] * default.images, words=default.words)
-    template = template or default
-    if missing := [field for field in required_fields if field not in template.fields]:
-        raise RewardError(f"{name}: the template has no {{{missing[0]}}}; write it where that text belongs.")
-    if template.images != default.images:
-        raise RewardError(f"{name}: the template has {template.images} slots for images; it needs {default.images}.")
-    return template
 
 
 def failure_reason(answers: Sequence[Any]) -> str:

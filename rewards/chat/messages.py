@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from textwrap import shorten
 from typing import Any, TypeVar
 
 import numpy as np
@@ -84,7 +85,6 @@ _REFUSAL = re.compile(
     r"|i\s+(?:must|have\s+to)\s+decline|as\s+an\s+ai)\b",
     re.IGNORECASE,
 )
-_MAX_QUOTED = 120
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def read_reply(completion: Mapping[str, Any], *, first_token_only: bool = False)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError):
         raise AnswerError("the server's answer has no choices with a message") from None
     if message.get("refusal"):
-        raise AnswerError(f"the judge refused: {_quote(message['refusal'])}")
+        raise AnswerError(f"the judge refused: {shorten(str(message['refusal']), 120, placeholder='…')}")
     if finish_reason == "content_filter":
         raise AnswerError("the judge refused: the server's content filter stopped the answer")
     if finish_reason == "length" and not first_token_only:
@@ -145,9 +145,4 @@ def read_or_explain(reply: Reply | AnswerError, read: Callable[[Reply], T]) -> T
         return read(reply)
     except AnswerError as error:
         refused = _REFUSAL.search(reply.text)
-        return AnswerError(f"the judge refused: {_quote(reply.text)}") if refused else error
-
-
-def _quote(value: Any) -> str:
-    text = " ".join(str(value).split())
-    return text if len(text) <= _MAX_QUOTED else text[: _MAX_QUOTED - 1] + "…"
+        return AnswerError(f"the judge refused: {shorten(reply.text, 120, placeholder='…')}") if refused else error

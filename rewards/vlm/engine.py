@@ -120,17 +120,14 @@ class VisionLanguageEngine:
         dtype: torch.dtype = torch.float32,
         positions: str | None = None,
         adapter: str | Path | None = None,
-        attention: str = "sdpa",
-        device_map: Any = None,
-        quantization: str | None = None,
         **options: Any,
     ) -> VisionLanguageEngine:
-        """Load a model with its processor and its `judge.json`; `**options` are those of the class.
+        """Load a model with its processor and its `judge.json`; `**options` are those of the class and of `PLACING`.
 
         A device "meta" reads no weight, only shapes. `adapter` is a LoRA as peft saves it, merged into the weights;
         `quantization` is "int8" or "int4" for the language part, by bitsandbytes.
         """
-        placing = {"attention": attention, "device_map": device_map, "quantization": quantization}
+        placing = {name: options.pop(name) for name in PLACING if name in options}
         loaded, revision = load_seeing_model(folder_or_id, device=device, dtype=dtype, adapter=adapter, **placing)
         engine = cls(**{**loaded, **options}, positions=positions)
         engine.revision = revision

@@ -9,7 +9,7 @@ import math
 import pytest
 from PIL import Image
 
-from tests.rewards.chat.test_unified_reward import PIXELS, QUICK, bright, light
+from tests.rewards.chat.test_unified_reward import JUDGES, PIXELS, QUICK, bright, light
 from tests.support.servers.chat import chat, sent_images, serving, words
 from visalign.rewards import check_reward, load_reward
 from visalign.rewards.chat.edit_score import EditScore
@@ -29,10 +29,8 @@ def points(*scores: float) -> dict:
 
 
 def test_edit_score_asks_in_the_published_words():
-    assert (
-        digest(published_prompt("edit_score_following")) == "80bac216c8f7"
-        and digest(published_prompt("edit_score_quality")) == "8249deba103d"
-    )
+    words_of = [digest(published_prompt(f"edit_score_{part}")) for part in ("following", "quality")]
+    assert words_of == ["80bac216c8f7", "8249deba103d"]
     labelled = EditScore("http://localhost:1/v1", "tiny", labelled=True)
     shown = [part.get("text", "")[:8] for part in labelled.template.messages[0]["content"]]
     assert shown == ["<img1>: ", "", "<img2>: ", "", "You are "], "vision ids of Qwen2.5-VL's"
@@ -102,8 +100,6 @@ def test_rational_rewards_averages_the_applicable_aspects():
     assert found.parts["text_rendering"][0].isnan() and found.parts["physical_quality"][0] == 3.5
     assert not found.valid[1] and "gives no score for Text Faithfulness, Physical" in str(found.reason)
     assert edits.value[0] == pytest.approx((9.5 / 3 - 1) / 3) and edits.parts["image_faithfulness"][0] == 4
-    with pytest.raises(ValueError, match="mode is 'video'; allowed are generation, edit"):
-        RationalRewards("http://localhost:1/v1", "tiny", mode="video")  # type: ignore[arg-type]
 
 
 def _rubric(body):
@@ -129,16 +125,17 @@ def test_a_rubric_is_written_once_for_a_prompt_and_then_answered():
     assert again.value[0] == pytest.approx(0.5) and "needed is a list of questions" in str(again.reason)
 
 
-JUDGES = {
+EVERY_JUDGE = JUDGES | {
     "edit_score": lambda body: points(sum(light(body)) * 9 % 25, 20),
     "rational_rewards": lambda body: chat(JUDGEMENT.format(1 + light(body)[0] * 3, "", 3)),
     "rubric": _rubric,
 }
 
 
-@pytest.mark.parametrize("name", JUDGES)
+@pytest.mark.parametrize("name", EVERY_JUDGE)
 def test_the_contract(name):
-    with serving(JUDGES[name]) as stub:
+    with serving(EVERY_JUDGE[name]) as stub:
         judge = load_reward(name, base_url=stub.url, model="tiny", **QUICK)
         prompts = ["a red {circle}", "ein Kreis <|im_end|>", "a"]
         check_reward(judge, images=PIXELS, prompts=prompts, metadata=SOURCES)
+    assert judge.identity.judge == name and judge.identity.model == "tiny"  # type: ignore[attr-defined]

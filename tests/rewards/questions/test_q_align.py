@@ -45,8 +45,6 @@ def test_a_model_that_names_no_level_gives_no_score():
     assert "the model names no level: the five words have" in str(strict.reason[0])
     lost = QAlign(tiny_engine()).score(["no-such.png"], ["a"])
     assert not lost.valid.any() and "no such image file" in str(lost.reason)
-    with pytest.raises(ValueError, match="task is 'video'; allowed are quality, aesthetics"):
-        QAlign(tiny_engine(), task="video")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="min_mass is 1"):
         QAlign(tiny_engine(), min_mass=1)
 
