@@ -86,7 +86,7 @@ class Rubric(ChatJudge):
         reasons = list(request.images.reasons)
         readable = dict(request.images.readable())
         recorded = {
-            row: record["checklist"] for row, record in enumerate(request.metadata) if "checklist" in (record or {})
+            row: record["checklist"] for row, record in enumerate(request.metadata) if record and "checklist" in record
         }
         for row in readable:
             reasons[row] = prompt_problem(request.prompts[row])

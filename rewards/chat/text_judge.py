@@ -204,7 +204,7 @@ class TextJudge(ChatJudge):
         self, lists: Sequence[tuple[Prompt, Sequence[str]]], *, both_orders: bool, rated: bool = True
     ) -> list[list[list[Vote[Values]]] | AnswerError]:
         """Return the votes on each list of completions in each order, scores in the list's order; or a failure."""
-        results: list[list[list[Vote[Values]] | AnswerError]] = [[] for _ in lists]
+        results: list[list[Any]] = [[] for _ in lists]
         queries: dict[int, list[tuple[int, int, Query]]] = {}
         for number, (prompt, texts) in enumerate(lists):
             if prompt_text(prompt) != prompt_text(prompt, images=False):

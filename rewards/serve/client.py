@@ -86,12 +86,10 @@ class RemoteReward:
         urls = list(dict.fromkeys(address.strip().rstrip("/") for address in addresses if address.strip()))
         token = token or (os.environ.get(token_env) if token_env else None) or ""
         check_counts("remote", attempts=attempts, batch_size=batch_size)
+        is_header = token.isascii() and (token + "_").isprintable() and " " not in token  # httpx's error would show it
         rules = {
             f"url is {url!r}; give the address of a server, or a list of them": bool(urls),
-            # httpx would print the token in its error
-            "token holds characters that no HTTP header may hold, such as a line break or a space": token.isascii()
-            and (token + "_").isprintable()
-            and " " not in token,
+            "token holds characters that no HTTP header may hold, such as a line break or a space": is_header,
         }
         check_rules("remote", rules)
         self.url = ", ".join(urls)

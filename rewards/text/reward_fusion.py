@@ -61,12 +61,10 @@ class RewardFusion:
 
         entries = load_prompts(pool) if isinstance(pool, str | Path) else pool
         records = [entry if isinstance(entry, Mapping) else {"prompt": entry} for entry in entries]
+        are_prompts = bool(records) and all(is_prompt(record.get("prompt")) for record in records)
         rules = {
-            f"threshold is {threshold} and top {top}; needed are a cosine above 0, at most 1, and at "
-            "least one neighbour": 0 < threshold <= 1 and top >= 1,
-            'the pool must hold prompts (texts or lists of messages), or records with "prompt"': (
-                bool(records) and all(is_prompt(record.get("prompt")) for record in records)
-            ),
+            f"threshold is {threshold} and top {top}; allowed are 0 to 1, and from 1": 0 < threshold <= 1 <= top,
+            'the pool must hold prompts (texts or lists of messages), or records with "prompt"': are_prompts,
             f"{', '.join(options)}: options are of a reward given by name": isinstance(reward, str) or not options,
         }
         check_rules("reward_fusion", rules)

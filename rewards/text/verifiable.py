@@ -69,18 +69,15 @@ class VerifiableAnswer(TextRule):
         check_choices(name, extract=(extract, extracts), compare=(compare, COMPARISONS))
         check_choices(name, normalise=(normalise, NORMALISERS))
         self.name, self._pattern = name, regular_expression(name, pattern)
-        rules = {
-            f"absolute is {absolute} and relative {relative}; allowed are finite numbers of at least 0": (
-                0 <= absolute < math.inf and 0 <= relative < math.inf
-            ),
-            "compare='exact' has no tolerance; choose 'number', 'list' or 'math'": (
-                compare != "exact" or not (absolute or relative)
-            ),
-            f"extract is {extract!r} and pattern {pattern!r}; a pattern with one group (others are "
-            "(?:…)) goes with extract='pattern', and only there": (
-                self._pattern.groups == 1 and extract == "pattern" if self._pattern else extract != "pattern"
-            ),
-        }
+        bounds = f"absolute is {absolute} and relative {relative}; allowed are finite numbers of at least 0"
+        needless = "compare='exact' has no tolerance; choose 'number', 'list' or 'math'"
+        misfit = (
+            f"extract is {extract!r} and pattern {pattern!r}; a pattern with one group goes with extract='pattern'"
+        )
+        groups = 0 if self._pattern is None else self._pattern.groups
+        rules = {bounds: 0 <= absolute < math.inf and 0 <= relative < math.inf}
+        rules[needless] = compare != "exact" or not (absolute or relative)
+        rules[misfit] = groups == 1 if extract == "pattern" else self._pattern is None
         check_rules(name, rules)
         self._extract, self._compare, self._field, self._after = extract, compare, field, after
         self._normalise = NORMALISERS[normalise]

@@ -56,8 +56,7 @@ class Template:
         is_chat = isinstance(messages, list) and all(map(_is_message, messages))
         if not (is_chat and isinstance(prefix, str) and isinstance(chat, Mapping)):
             raise RewardError(
-                f"template {name!r} is {data!r:.80}; it needs a list 'messages' of a role and a content (a "
-                'string or a list of {"type": "image"} and {"type": "text", "text": "..."}), a string '
+                f"template {name!r} is {data!r:.80}; it needs a list 'messages' of a role and a content, a string "
                 "answer_prefix and an object chat."
             )
         for key, words in fields.items():

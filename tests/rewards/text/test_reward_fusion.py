@@ -94,7 +94,7 @@ def test_a_prompt_is_no_neighbour_of_itself_when_its_file_lost_the_blanks_at_its
 
 def test_what_is_refused(tmp_path: Path) -> None:
     for options, message in (
-        ({"threshold": 0}, "threshold is 0 and top 5; needed are a cosine above 0"),
+        ({"threshold": 0}, "threshold is 0 and top 5; allowed are 0 to 1"),
         ({"pool": []}, "the pool must hold prompts"),
         ({"pool": [{"text": "own"}]}, "the pool must hold prompts"),
         ({"flags": 1}, "flags: options are of a reward given by name"),
