@@ -17,14 +17,7 @@ import torch
 from torch import Tensor
 
 from visalign.interfaces import Metadata, Scores
-from visalign.rewards.base.contract import (
-    RewardError,
-    check_choices,
-    check_rules,
-    make_scores,
-    read_request,
-    scatter_scores,
-)
+from visalign.rewards.base.contract import RewardError, check_choices, check_rules, read_request, scatter_scores
 from visalign.rewards.vlm.engine import EngineJudge
 from visalign.rewards.vlm.requests import requests
 from visalign.rewards.vlm.template import Template
@@ -78,7 +71,7 @@ class QAlign(EngineJudge):
         reasons, size = list(request.images.reasons), len(request)
         rows, queries = requests(replace(request, prompts=["-"] * size), self.template, reasons)
         if not rows:
-            return make_scores(torch.full((size,), torch.nan), reasons, self.unit)
+            return scatter_scores({"value": torch.zeros(0)}, rows, reasons, self.unit)
         answer = self.engine.answer_logits(self.template, queries, self._level_ids, left_over=True)
         for row, reason, row_mass in zip(rows, answer.reasons, answer.mass.tolist(), strict=True):
             reasons[row] = reason

@@ -19,14 +19,7 @@ from torch import Tensor
 
 from visalign.errors import Naming
 from visalign.interfaces import Metadata, PointwiseReward, Scores, with_capabilities
-from visalign.rewards.base.contract import (
-    Request,
-    check_choices,
-    check_rules,
-    prompt_problem,
-    read_request,
-    scatter_scores,
-)
+from visalign.rewards.base.contract import Request, check_rules, prompt_problem, read_request, scatter_scores
 from visalign.rewards.base.failure import failure_reasons
 from visalign.rewards.base.images import as_contract
 from visalign.rewards.vlm.engine import EngineJudge
@@ -77,9 +70,9 @@ class VisionReward(EngineJudge):
         device: str | torch.device = "cpu",
         **loading: Any,
     ) -> None:
-        check_choices(self.name, answers=(answers, ("soft", "hard")))
         shares = f"max_unanswered is {max_unanswered}; allowed are shares in [0, 1]"
-        check_rules(self.name, {shares: 0 <= max_unanswered <= 1})
+        forms = f"answers is {answers!r}; allowed are soft, hard"
+        check_rules(self.name, {shares: 0 <= max_unanswered <= 1, forms: answers in ("soft", "hard")})
         super().__init__(model, CHECKLIST, template, device=device, **loading)
         self.checklist = checklist_of(checklist, self.engine)
         message = f"the template {self.template.name!r} has no {{question}}; write it into its text"

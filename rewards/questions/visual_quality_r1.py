@@ -20,18 +20,12 @@ from torch import Tensor
 
 from visalign.core.preference.fidelity import FLOOR
 from visalign.interfaces import Metadata, Preferences, Scores
-from visalign.rewards.base.contract import (
-    RewardError,
-    check_choices,
-    check_counts,
-    check_rules,
-    read_request,
-    scatter_scores,
-)
+from visalign.rewards.base.contract import RewardError, check_choices, check_rules, read_request, scatter_scores
 from visalign.rewards.pairs.as_pairwise import PairsFromScores
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.reading.ratings import quality_score
 from visalign.rewards.vlm.engine import EngineJudge
+from visalign.rewards.vlm.generation import check_drawing
 from visalign.rewards.vlm.published import published_prompt
 from visalign.rewards.vlm.requests import Query, requests
 from visalign.rewards.vlm.template import Template, question
@@ -100,7 +94,8 @@ class VisualQuality(EngineJudge):
         device: str | torch.device = "cpu",
         **loading: Any,
     ) -> None:
-        check_counts(self.name, answers=answers, max_new_tokens=max_new_tokens)
+        max_new_tokens = (2048 if thinking else 16) if max_new_tokens is None else max_new_tokens
+        check_drawing(answers, temperature, max_new_tokens)
         check_choices(self.name, mode=(mode, ("direct", "sampled")))
         rules = {
             "thinking needs mode='sampled': a thought is written first": not thinking or mode == "sampled",
@@ -112,7 +107,7 @@ class VisualQuality(EngineJudge):
         self._digits = RatingDigits(self.engine, self.template, min_mass) if mode == "direct" else None
         self._pairs = PairsFromScores(self, link="normal", floor=FLOOR)
         self._sampling = {"answers": answers, "seed": seed, "temperature": temperature}
-        self._sampling["max_new_tokens"] = max_new_tokens or (2048 if thinking else 16)
+        self._sampling["max_new_tokens"] = max_new_tokens
         options = {"min_mass": min_mass} if mode == "direct" else self._sampling
         self.options = {"mode": mode, "variance_floor": FLOOR, **options}
 

@@ -135,7 +135,7 @@ def test_wrong_options_are_refused():
         ({"template": ask_text("x", words={"scores": ("1",), "digits": ("1",)})}, 'no digits or "0" to "9"'),
     ]
     for options, message in refused:
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((ValueError, RewardError), match=message):
             VisualQuality(engine, **options)
     with pytest.raises(RewardError, match="several tokens"):
         VisualQuality(engine, template=ask_text("x", words={"scores": ("1", "2.5")}))
