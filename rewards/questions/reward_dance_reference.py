@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,18 +26,9 @@ from visalign.rewards.weights.feature_cache import image_key
 from .reward_dance import UNITS
 
 _NO_REFERENCE = (
-    "there is no readable reference image for this prompt; give it in references, or in the metadata under "
-    "'references', or let a training draw it with rewards.terms.LABEL.references"
+    "there is no readable reference image for this prompt; give it in references or the metadata, or let a training "
+    "draw it with rewards.terms.LABEL.references"
 )
-
-
-@runtime_checkable
-class DifferentiablePairs(Protocol):
-    """A pairwise judge with a gradient in the pixels."""
-
-    def compare_with_gradient(self, left: Sequence[Tensor], right: Sequence[Tensor], prompts: Sequence[str]) -> Tensor:
-        """Compute the log-odds [B] that the left image [3, H, W] is better, NaN without an answer."""
-        ...
 
 
 class ReferenceReward:
@@ -61,11 +52,10 @@ class ReferenceReward:
     ) -> None:
         self.name = name or f"{judge.name}_reference"
         check_choices(self.name, value=(value, UNITS))
-        self.judge, self.references, self.value = with_capabilities(judge), dict(references or {}), value
+        self.judge: Any = with_capabilities(judge)
+        self.references, self.value = dict(references or {}), value
         self.unit, self.range = UNITS[value]
-        if isinstance(
-            judge, DifferentiablePairs
-        ):  # an attribute, since trainers tell by it whether there is a gradient
+        if hasattr(judge, "compare_with_gradient"):  # trainers tell by the attribute whether there is a gradient
             self.score_with_gradient = self._score_with_gradient
 
     @property
@@ -116,7 +106,6 @@ class ReferenceReward:
 
     def _score_with_gradient(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """Score images [B, 3, H, W] in [0, 1], differentiably in the pixels: [B], NaN where there is no reference."""
-        assert isinstance(self.judge, DifferentiablePairs)
         references = [[r for _, r in load_images(self.references.get(p, [])).readable()] for p in prompts]
         rows = [row for row, of in enumerate(references) for _ in of]
         right = [reference.to(images.device) for of in references for reference in of]

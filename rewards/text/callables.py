@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from visalign.errors import Naming, RewardError
+from visalign.errors import Naming
 from visalign.interfaces import Metadata, Prompt, Scores
 from visalign.rewards.base.callables import pick_arguments, read_number, read_numbers, read_signature, unjudged
 from visalign.rewards.base.contract import check_choices
@@ -96,14 +96,8 @@ class TextFunctionReward:
         def call_rows(start: int, stop: int) -> Any:
             return call(slice(start, stop)) if self._takes_lists else [call(row) for row in range(start, stop)]
 
-        try:
-            with Naming(self.name, call_rows, len(request)):
-                answer = call_rows(0, len(request))
-        except RewardError as error:
-            if "indices must be integers" not in str(error):
-                raise
-            hint = "Completions are texts here; its option completions_as=messages gives TRL's lists of messages."
-            raise RewardError(f"{error} {hint}") from error
+        with Naming(self.name, call_rows, len(request)):
+            answer = call_rows(0, len(request))
         if self._takes_lists:
             return read_numbers(self.name, answer, len(request), "completion")
         return [read_number(self.name, number, f"for completion {row}") for row, number in enumerate(answer)]

@@ -124,8 +124,6 @@ def test_completions_are_texts_or_trls_lists_of_messages():
         return [float(len(messages[0]["content"])) for messages in completions]
 
     assert TextFunctionReward(trl_chat, completions_as="messages").score(["abc"], ["?"]).value.tolist() == [3]
-    with pytest.raises(RewardError, match="Completions are texts here; its option completions_as=messages"):
-        TextFunctionReward(trl_chat).score(["abc"], ["?"])
 
 
 def test_one_completion_at_a_time():
