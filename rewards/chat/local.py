@@ -40,7 +40,7 @@ class LocalModel:
         max_new_tokens: int = 1024,
         top_logprobs: int = 0,
     ) -> list[list[T | AnswerError]]:
-        """Return K answers to each request, as `ChatServer.ask`; `top_logprobs` reads first tokens at temperature 1."""
+        """Return K answers to each request, as `ChatServer.ask`; `top_logprobs` reads first tokens only."""
         replies: list[list[Reply | AnswerError]]
         if top_logprobs:
             rows, reasons = self.engine.likeliest(template, queries, top_logprobs)
