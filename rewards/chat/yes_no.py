@@ -143,6 +143,6 @@ class YesNoServer(ChatJudge):
         answer = read_reply_yes_no(reply, self.template, self.min_mass)
         if answer.missing:
             raise AnswerError(
-                f"{answer.missing} is not among {len(reply.first_token)} likeliest first tokens: raise top_logprobs"
+                f"{answer.missing} is not among the {len(reply.first_token)} likeliest tokens; raise top_logprobs"
             )
         return {"value": answer.log_odds, "prob": answer.prob, "mass": answer.mass}

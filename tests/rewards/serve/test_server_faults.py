@@ -152,7 +152,7 @@ def test_a_worker_whose_files_changed_meanwhile_is_not_mixed_with_the_old_one():
     worker.next_card = {"name": "habits", "identity": "of other weights"}
     with pytest.raises(WorkerDied):
         worker.ask(request("die"))
-    with pytest.raises(WorkerUnavailable, match="'habits' was restarted and is another version now"):
+    with pytest.raises(WorkerUnavailable, match="'habits' is another version now"):
         worker.ask(request("1"))
     assert worker.down is not None and "another version" in worker.down
 
