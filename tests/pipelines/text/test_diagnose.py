@@ -57,8 +57,8 @@ def runs(tmp_path_factory) -> Path:
         f"model.path={inputs}/model",
         f"data={{train: '{inputs}/demonstrations.jsonl', heldout: '{inputs}/prompts.jsonl', batch: 8}}",
         "optimizer={lr: 1e-2, updates_per_iteration: 8, ema_decay: 0.0}",
-        f"evaluation.rewards={{starts: {{name: '{inputs}/starts.py:Starts'}}}}",
         *("evaluation={seeds: [0], every: 0, correctness: starts}", "generation={max_new_tokens: 3}"),
+        f"evaluation.rewards={{starts: {{name: '{inputs}/starts.py:Starts'}}}}",
     ]
     config = load_config(TextSFTConfig, None, [*given, "run={iterations: 4, device: cpu}"])
     sft(config, inputs / "tuned")
