@@ -47,7 +47,7 @@ def samples(folder: Path, asked: Path, model: str, count: int) -> tuple[list[str
 
 def head(model: str, pairs: int, seed: int) -> tuple[torch.Tensor, float]:
     """Weights of a judge, and its accuracy on a fifth of the pairs that it did not learn from."""
-    drawn = [ShapesPreferences(seed, kinds=["alignment"]).pair(number) for number in range(pairs)]
+    drawn = [*map(ShapesPreferences(seed, kinds=["alignment"]).pair, range(pairs))]
     images = [image for side in (0, 1) for image in (pair.images()[side] for pair in drawn)]
     left, right = features(images, [pair.prompt for pair in drawn] * 2, model).split(pairs)
     label = torch.tensor([pair.votes[0] / sum(pair.votes) for pair in drawn], dtype=torch.float64)

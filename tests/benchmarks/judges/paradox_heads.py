@@ -69,7 +69,7 @@ def heads(count: int, seed: int) -> dict[str, Callable[[Any, Sequence[str]], Ten
     shows, none = torch.arange(2 * count) < count, torch.zeros_like(states)
     strength = strength_of(states, none, shows.double(), fold.repeat(2))
     itm = fit(states, none, shows.double(), one, strength)[:-1]
-    pairs = [ShapesPreferences(seed + 100).pair(number) for number in range(count)]
+    pairs = [*map(ShapesPreferences(seed + 100).pair, range(count))]
     votes = torch.tensor([pair.votes[0] / sum(pair.votes) for pair in pairs], dtype=torch.float64)
     sides = [image for side in (0, 1) for image in (pair.images()[side] for pair in pairs)]
     found: dict[str, Callable[[Any, Sequence[str]], Tensor]] = {
