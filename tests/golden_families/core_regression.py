@@ -104,7 +104,7 @@ def _tolerance(case: Any, key: str) -> tuple[float, float, str] | None:
 def _fine_tuning(case: Any) -> Outputs | None:
     """Levels, weights and losses of diffusers' training scripts."""
     params, kind = case.params, case.variant.split("_")[0]
-    scheme = {"none": "uniform"}.get(params.get("weighting_scheme"), params.get("weighting_scheme"))
+    scheme: Any = {"none": "uniform"}.get(params.get("weighting_scheme"), params.get("weighting_scheme"))
     if kind == "density":
         draw = case.tensor("draw")
         share = torch.special.ndtr(draw) if scheme == "logit_normal" else draw
@@ -117,10 +117,10 @@ def _fine_tuning(case: Any) -> Outputs | None:
         return {"index": index, "sigmas": table[index], "timesteps": 1000 * table[index]}
     if kind == "min":
         sigma = flow_sigma(case.tensor("alphas_cumprod"))
-        predicted = "v" if params["prediction_type"] == "v_prediction" else "epsilon"
+        predicted: Any = "v" if params["prediction_type"] == "v_prediction" else "epsilon"
         weight = level_weight(sigma, "min_snr", gamma=params["snr_gamma"]) / level_weight(sigma, predicted)
         return {"snr": ((1 - sigma) / sigma).square(), "weights": weight}
-    weighting = "uniform" if scheme in ("logit_normal", "mode") else scheme
+    weighting: Any = "uniform" if scheme in ("logit_normal", "mode") else scheme
     outputs = {"weighting": level_weight(case.tensor("sigmas"), weighting)}
     if kind == "loss":
         v, target = case.tensor("model_output").requires_grad_(), case.tensor("noise") - case.tensor("clean_latents")

@@ -79,7 +79,7 @@ def precise_steps(case: Any) -> dict[str, Any] | None:
             (slope,) = torch.autograd.grad(kernel.step(x, v, sigma, sigma_next).mean.sum(), v)
             ours["abs_dmean_dv"] = slope.flatten(1)[:, 0].abs()
         return ours
-    schedule = {"ode": "none"}.get(case.params["kind"], case.params["kind"])
+    schedule = str(case.params["kind"]).replace("ode", "none")
     kernel = Kernel(schedule=schedule, **{name: case.params[name] for name in ("noise_level", "sigma_max")})
     spread, sigmas, one = case.params["data_std"] ** 2, case.tensor("sigmas"), torch.ones(1, 1, dtype=torch.float64)
     factors, stds, variance = [], [], [1.0]

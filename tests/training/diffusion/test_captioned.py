@@ -110,7 +110,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
 
 def test_buckets_are_visited_as_often_as_they_have_images():
     buckets = np.array([0] * 60 + [2] * 30 + [5] * 10)
-    sampler = BucketSampler(buckets, 5, 1, seed=1)
+    sampler = BucketSampler(buckets.tolist(), 5, 1, seed=1)
     visits, epoch, labels = Counter[int](), Counter[int](), list[int]()
     for iteration in range(200):
         batch = sampler.batch(iteration)

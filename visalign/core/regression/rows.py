@@ -319,7 +319,7 @@ RULES: tuple[tuple[Callable[[Regression], bool], str], ...] = (
         "by rollout.sde_steps and rollout.train_steps.",
     ),
     (
-        lambda r: (r.visited and r.density != "sampler") or set(r.density_options) - {"mean", "std", "scale"},
+        lambda r: (r.visited and r.density != "sampler") or bool(set(r.density_options) - {"mean", "std", "scale"}),
         "density is {density!r} with density_options {density_options}; options are mean and std of logit_normal and "
         "scale of mode, and visited=True learns at the sampler's own levels.",
     ),

@@ -166,11 +166,12 @@ class ImageAlgorithm(Algorithm):
 
     def resize(self, iteration: int | None) -> None:
         """Set the policy to an iteration's image size; None restores its own, as between iterations."""
-        sizes, of_images = self.rollout.image_sizes, isinstance(self.sampler, BucketSampler)
         if iteration is None:
             self._set_size(None)
-        elif sizes:
-            self._set_size(self.sampler.bucket(iteration) if of_images else iteration % len(sizes))
+        elif sizes := self.rollout.image_sizes:
+            sampler = self.sampler
+            number = sampler.bucket(iteration) if isinstance(sampler, BucketSampler) else iteration % len(sizes)
+            self._set_size(number)
 
     def _set_size(self, number: int | None) -> None:
         """Set the policy to one of `rollout.image_sizes`; None restores its own."""
