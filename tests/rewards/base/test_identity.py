@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from visalign.rewards.base.identity import Identity, fingerprint
 
@@ -27,16 +28,11 @@ def test_the_line_names_the_weights_with_their_adapters():
 
 
 def test_every_field_counts():
-    changes = {
-        "judge": "b",
-        "model": "n",
-        "weights": "ff",
-        "template": None,
-        "preprocessing": {},
-        "dtype": "bfloat16",
-        "options": {"seed": 1},
-    }
-    for name, value in changes.items():
+    changes: list[tuple[str, Any]] = [
+        *[("judge", "b"), ("model", "n"), ("weights", "ff"), ("template", None), ("preprocessing", {})],
+        *[("dtype", "bfloat16"), ("options", {"seed": 1})],
+    ]
+    for name, value in changes:
         other = replace(ONE, **{name: value})
         assert other.digest != ONE.digest and ONE.differences(other) == [name]
 

@@ -190,8 +190,6 @@ def test_the_alarm_counts_a_window():
     assert alarm.rate == 0.5
     with pytest.raises(RewardError, match=r"judge: 3 of the last 4 .*: 1 × b; 1 × c; 1 × d"):
         alarm.note("d")
-    with pytest.raises(RewardError, match=r"max_failure_rate is 1\.5"):
-        FailureAlarm("judge", 1.5)
 
 
 def test_an_unreadable_answer_is_a_failure_and_a_refusal_is_named():

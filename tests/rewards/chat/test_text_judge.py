@@ -163,7 +163,6 @@ def test_what_a_completion_writes_forges_no_other_response_and_roles_of_a_conver
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"form": "triple"}, "form is 'triple'; allowed are point, pair, list"),
         ({"form": "list", "size": 1}, "size is 1; a list has at least 2"),
         ({"form": "pair", "answers": 3, "k_meta": 2}, "k_meta is 2, and with form 'pair'"),
         ({"answers": 3, "k_meta": 4}, "k_meta is 4; allowed are whole numbers from 1 to answers"),

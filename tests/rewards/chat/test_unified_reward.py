@@ -368,7 +368,6 @@ def test_the_command_line_finds_the_server_in_the_environment(tmp_path: Path, mo
         (lambda: UnifiedReward("http://a", "m", template="Rate it"), r"the template has no \{prompt\}"),
         (lambda: UnifiedReward("http://a", server=ChatServer("http://a", "m")), "not both"),
         (lambda: Lift("http://a", "m", template="{prompt}"), r"no \{question\}"),
-        (lambda: DeepSeekGRM("http://a", "m", answers=2, k_meta=3), r"k_meta is 3; .* answers \(2\)"),
         (lambda: YesNoServer("http://a", "m", top_logprobs=1), "top_logprobs is 1"),
         (lambda: load_reward("unified_reward_pairs", base_url="http://a", model="m"), "compares two images"),
     ],

@@ -155,13 +155,7 @@ def test_tagged_score():
     assert tagged_score("<Score>4</Score>") == 4
     both = "<Score>4</Score> no, <Score>2</Score>"
     assert tagged_score(both, first=True) == 4 and tagged_score("<Score>3</Score> <Score>3</Score>") == 3
-    with pytest.raises(AnswerError, match="<Score>"):
-        tagged_score(both)
-    for text, reason in (
-        ("<Score>4.5</Score>", "whole number"),
-        ("<Score>6</Score>", "outside"),
-        ("<Score>4</Score> <Score>2</Score>", "twice"),
-    ):
+    for text, reason in (("<Score>4.5</Score>", "whole number"), ("<Score>6</Score>", "outside"), (both, "twice")):
         with pytest.raises(AnswerError, match=reason):
             tagged_score(text)
 

@@ -183,8 +183,6 @@ def test_wrong_requests_are_refused_by_message() -> None:
         judge.hidden(TWO, [Query(images=[noise(8, 8)] * 2, prompt="a")])
     with pytest.raises(RewardError, match=r"'one' holds <\|Reward\|> 0 times"):
         judge.hidden(ONE, [Query(images=[noise(8, 8)], prompt="a")], at="<|Reward|>")
-    with pytest.raises(RewardError, match=r"'one' holds <\|im_end\|> 1 times|holds <\|im_start\|> 2 times"):
-        judge.hidden(ONE, [Query(images=[noise(8, 8)], prompt="a")], at="<|im_start|>")
     with pytest.raises(RewardError, match="positions is '3d'; allowed are 'mrope' and '1d'"):
         tiny_judge(positions="3d")
     judge.processor.chat_template = None
