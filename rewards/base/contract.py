@@ -108,8 +108,8 @@ def check_list(name: str, argument: str, values: Any, item: str, is_item: Callab
         )
     for index, value in enumerate(values):
         if not is_item(value):
-            shown = f"{type(value).__name__} {value!r:.40}"
-            raise TypeError(f"{name}: {argument}[{index}] is the {shown}; needed is a {item}.")
+            description = f"{type(value).__name__} {value!r:.40}"
+            raise TypeError(f"{name}: {argument}[{index}] is the {description}; needed is a {item}.")
 
 
 def is_text(value: Any) -> bool:

@@ -42,8 +42,8 @@ class Identity:
     def line(self) -> str:
         """Provenance of scores in a line: judge, model, its revision or fingerprint, and the digest."""
         parts = re.findall(r"\w+", self.weights)  # a base, an adapter, a head: all count, not the base alone
-        whole = hashlib.sha256(self.weights.encode()).hexdigest() if len(parts) > 1 else self.weights
-        weights = f"revision {self.revision[:12]}" if self.revision and len(parts) < 2 else f"weights {whole[:12]}"
+        combined = hashlib.sha256(self.weights.encode()).hexdigest() if len(parts) > 1 else self.weights
+        weights = f"revision {self.revision[:12]}" if self.revision and len(parts) < 2 else f"weights {combined[:12]}"
         source = f", {weights}" if self.revision or self.weights.strip("+ ") else ""
         return f"{self.judge}: {self.model}{source}, identity {self.digest[:12]}"
 

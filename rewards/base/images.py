@@ -248,8 +248,8 @@ def _read_batch(items: Tensor | np.ndarray, where: str) -> ImageBatch:
         ("has images without pixels", 0 in shape[1:]),
     ):
         if is_wrong:
-            shown = shape if where == "images" else shape[1:]
-            raise ValueError(f"{where} of shape {shown} and dtype {items.dtype} {problem}. {ACCEPTED}")
+            own_shape = shape if where == "images" else shape[1:]
+            raise ValueError(f"{where} of shape {own_shape} and dtype {items.dtype} {problem}. {ACCEPTED}")
     if levels:
         pixels = (pixels if channels_first else pixels.permute(0, 3, 1, 2)).to(torch.float32) / 255
         return ImageBatch(list(pixels), [None] * len(pixels))

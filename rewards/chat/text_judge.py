@@ -182,8 +182,8 @@ class TextJudge(ChatJudge):
         pairs = list(zip(first.completions, second.completions, strict=True))
         table = torch.full((len(first), 2), torch.nan, dtype=torch.float64)  # P(left better) in each order
         reasons: list[str | None] = [None] * len(first)
-        asked = self._ask(list(zip(first.prompts, pairs, strict=True)), both_orders=self.both_orders, rated=False)
-        for row, orders in enumerate(asked):
+        answers = self._ask(list(zip(first.prompts, pairs, strict=True)), both_orders=self.both_orders, rated=False)
+        for row, orders in enumerate(answers):
             if isinstance(orders, AnswerError):
                 reasons[row] = str(orders)
                 continue
@@ -194,7 +194,7 @@ class TextJudge(ChatJudge):
         return Preferences(prob=table.nanmean(1).float(), valid=valid, parts=bias, reason=reasons)
 
     def _split(self, texts: list[list[int]]) -> list[Sequence[list[int]]]:
-        """Split the distinct completions of a group into the lists that are asked about."""
+        """Split the distinct completions of a group into the lists that are answers about."""
         if self.form == "pair":
             return list(combinations(texts, 2))
         parts = math.ceil(len(texts) / self.size)  # even parts: 5 completions are 3 and 2, not 4 and 1
@@ -215,10 +215,12 @@ class TextJudge(ChatJudge):
                 query = Query(images=[], prompt=transcript(prompt), fields=fields)
                 queries.setdefault(len(texts), []).append((number, order, query))
         for size, entries in queries.items():
-            asked = [query for *_, query in entries]
-            answers = self.server.ask(self.template, asked, read=partial(self._read, size=size), **self.sampling)
-            checked = [[self._check_script(v, q) for v in row] for row, q in zip(answers, asked, strict=True)]
-            chosen = self.meta_judge.choose(asked, checked, rated=rated)
+            size_queries = [query for *_, query in entries]
+            answers = self.server.ask(
+                self.template, size_queries, read=partial(self._read, size=size), **self.sampling
+            )
+            checked = [[self._check_script(v, q) for v in row] for row, q in zip(answers, size_queries, strict=True)]
+            chosen = self.meta_judge.choose(size_queries, checked, rated=rated)
             for (number, order, _), votes in zip(entries, chosen, strict=True):
                 if not isinstance(votes, AnswerError):
                     votes = [(scores[::order], text, part) for scores, text, part in votes]
@@ -261,8 +263,8 @@ def question_fields(texts: Sequence[str], principles: str = PRINCIPLES) -> dict[
     box = ", ".join(["score"] if len(texts) == 1 else [f"score {number}" for number in range(1, len(texts) + 1)])
     count = "response" if len(texts) == 1 else f"{len(texts)} responses"
     safe = [escape(text, ("[Response", "[End of response")) for text in texts]  # none can spell these marks
-    shown = [f"[Response {number}]\n{text}\n[End of response {number}]" for number, text in enumerate(safe, 1)]
-    return {"responses": "\n\n".join(shown), "count": count, "principles": principles, "scores": box}
+    blocks = [f"[Response {number}]\n{text}\n[End of response {number}]" for number, text in enumerate(safe, 1)]
+    return {"responses": "\n\n".join(blocks), "count": count, "principles": principles, "scores": box}
 
 
 def write_question(text: str | None, prompt: Prompt, texts: Sequence[str]) -> str:

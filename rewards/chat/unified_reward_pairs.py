@@ -81,9 +81,9 @@ class UnifiedRewardPairs(ChatJudge):
         queries = []
         for order in (1, -1) if self.both_orders else (1,):
             for row in rows:
-                shown = [images[number] for number in pairs[row].tolist()[::order]]
+                ordered = [images[number] for number in pairs[row].tolist()[::order]]
                 source = [sources[row]] if self._shows_source else []
-                queries.append(Query(images=[*source, *shown], prompt=request.prompts[row]))
+                queries.append(Query(images=[*source, *ordered], prompt=request.prompts[row]))
         answers = self.server.ask(self.template, queries, read=self._read, **self.sampling)
         return self._preferences(rows, reasons, answers)
 
