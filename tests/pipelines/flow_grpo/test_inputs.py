@@ -222,6 +222,7 @@ def test_references_that_cannot_be_are_refused(change: str, message: str) -> Non
 def test_references_are_of_the_training_alone(tmp_path: Path) -> None:
     table = tmp_path / "prompts.jsonl"
     table.write_text('{"prompt": "a cat", "references": ["cat.png"]}\n{"prompt": "a dog"}\n')
-    inputs = prepare(config(f"rewards.terms={{j: {{{PAIRS}, references: {{}}}}}}", f"data.train={table}"), 1)
+    given = (f"rewards.terms={{j: {{{PAIRS}, references: {{}}}}}}", f"data={{train: {table}, balance: false}}")
+    inputs = prepare(config(*given), 1)
     assert inputs.references is not None and inputs.references.own == {"a cat"} and "j" not in inputs.rewards
     assert (inputs.references.count, inputs.references.keep, inputs.references.every) == (16, 2, None)
