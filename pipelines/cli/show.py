@@ -127,7 +127,7 @@ def show_plan(console: Console, plan: Mapping[str, Any]) -> None:
 def show_summary(console: Console, folder: Path, summary: Mapping[str, Any], next_command: Sequence[str]) -> None:
     """Print the closing panel of a run: held-out numbers before and after, files, the next command."""
     before, after = summary.get("before"), summary.get("after")
-    table = [before_after(before, after)] if before and after else []
+    table = [table] if before and after and (table := before_after(before, after)).row_count else []
     files = "\n".join(f"  {path}" for path in result_files(folder))
     ending = cost_line(summary), f"\nResults:\n{files}", f"\nNext:\n  {shlex.join(next_command)}"
     lines = (Text(line) for line in (*gain_lines(summary), *ending) if line)

@@ -73,7 +73,11 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
         records, heldout = own_heldout(records, config.seed)
     else:
         heldout = build_records(data.heldout, "data.heldout", edits=edits, **reading)
-    terms = {**evaluation.rewards, **config.rewarded}
+    if not (terms := {**evaluation.rewards, **config.rewarded}):
+        notes = (
+            *notes,
+            "Held-out prompts are not scored: name a reward, evaluation.rewards={clip_score: {}}.",
+        )
     check_routes(config.rewarded, records)
     judges = load_terms(terms, load_judge, device)
     rewards: dict[str, Any] = {

@@ -106,6 +106,8 @@ def test_a_run_by_the_configuration_and_its_resume(tmp_path, capsys):
     summary = run(config(), tmp_path / "whole")
     said = "".join(capsys.readouterr())
     assert "data.images: 2 images are left out" in said and "loss " in said and "no signal" not in said
+    unmeasured = prepare(config("evaluation={rewards: {}}"), 1).notes
+    assert "name a reward, evaluation.rewards" in unmeasured[-1] and len(unmeasured) == 2
     planned = plan(config(), measure=False)
     assert planned["cost"]["forward_equivalents_per_image"] == 3 and planned["batch"]["pairs_per_iteration"] == 4
     log = read_metrics(tmp_path / "whole" / "metrics.jsonl")
