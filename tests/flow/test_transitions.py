@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import math
+import re
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,6 +100,25 @@ def test_precise_at_root_two_is_ancestral_sampling():
         step = replacement_step(x, v, sigma, 0 * sigma, schedule=schedule, noise_level=0.0)
         torch.testing.assert_close(step.mean, sde_step(x, v, sigma, 0 * sigma, schedule="none").mean)
         assert step.std.tolist() == [0, 0, 0]
+
+
+def test_the_page_has_the_variances_of_the_kernels():
+    """Var ← a²·Var + b² of steps with mean a·x and std b; docs/trainers/flow_grpo.md has their end over the data's."""
+    page = (Path(__file__).parents[2] / "docs" / "trainers" / "flow_grpo.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| (the ODE|`(\w+)` at ([\d.]+)).*? \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE
+    )
+    assert len(rows) == 6
+    one = torch.ones(1, 1, dtype=torch.float64)
+    for _, schedule, level, *printed in rows:
+        for (spread, steps), number in zip(((1.0, 10), (0.2, 6), (0.2, 10)), printed, strict=True):
+            sigmas, variance = timestep_sigmas(steps, shift=3.0).double(), 1.0
+            kernel = Kernel(schedule=schedule or "none", noise_level=float(level or 0), sigma_max=float(sigmas[1]))
+            for sigma, sigma_next in pairwise(sigmas):
+                v = (sigma - (1 - sigma) * spread**2) / ((1 - sigma) ** 2 * spread**2 + sigma**2)
+                step = kernel.step(one, one * v, sigma, sigma_next)
+                variance = float(step.mean) ** 2 * variance + float(step.std) ** 2
+            assert variance / spread**2 == pytest.approx(float(number), abs=0.0051)
 
 
 def test_last_step_flow_std_is_finite_and_cps_log_prob_is_refused():
