@@ -114,7 +114,7 @@ def _reference_images(config: FlowGRPOConfig, inputs: Inputs, rounds: int) -> in
     if inputs.references is None:
         return start
     size = config.rollout.prompts_per_iteration, config.rollout.group_size
-    order = {"strata": inputs.strata, "cycle": config.data.cycle}
+    order: dict[str, Any] = {"strata": inputs.strata, "cycle": config.data.cycle}
     sampler = PromptSampler(len(inputs.records), *size, config.seed, **order)
     prompts = [str(record["prompt"]) for record in inputs.records]
     batches = (sampler.batch(number).prompt_index.tolist() for number in range(config.run.iterations * rounds))
