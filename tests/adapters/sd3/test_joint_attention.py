@@ -141,11 +141,8 @@ def test_collapse_keeps_inner_and_single_null_tokens():
     assert empty.shape == (1, 1, 3) and weight.tolist() == pytest.approx([math.log(7)])
 
 
-def test_messages():
+def test_an_attention_of_another_kind_is_refused():
     model = make_transformer(**SD3)
-    use_weighted_attention(model)
-    with pytest.raises(ValueError, match="is for 4 context tokens, but the context has 6"):
-        model(**make_inputs(1), joint_attention_kwargs={"context_log_multiplicity": torch.zeros(4)})
     model.set_attn_processor(FusedJointAttnProcessor2_0())
     with pytest.raises(ValueError, match=r"\['FusedJointAttnProcessor2_0'\]; only JointAttnProcessor2_0"):
         use_weighted_attention(model)
