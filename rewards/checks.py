@@ -170,7 +170,6 @@ def _check(case: _Case, probes: dict[str, _Probe]) -> list[str]:
 
 
 def _report(case: _Case, problems: Iterable[str], cause: BaseException | None = None) -> None:
-    """Raise with a numbered list, if there are problems."""
     if numbered := [f"  {number}. {problem}" for number, problem in enumerate(problems, 1)]:
         name = str(getattr(case.reward, "name", type(case.reward).__name__))
         listed = "\n".join(numbered)
@@ -224,7 +223,6 @@ def _form_problems(case: _Case) -> Iterator[str]:
 
 
 def _validity(case: _Case) -> Iterator[str]:
-    """Check that `valid`, NaN and reasons agree."""
     scores, noun = case.scores, case.noun
     reasons = scores.reason or [None] * len(scores)
     if not scores.valid.any():

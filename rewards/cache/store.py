@@ -85,7 +85,6 @@ class ScoreCache:
             self._give_up(error)
 
     def __len__(self) -> int:
-        """Number of stored entries."""
         with closing(self._connect()) as connection:
             return int(connection.execute("SELECT COUNT(*) FROM scores").fetchone()[0])
 

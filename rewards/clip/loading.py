@@ -145,7 +145,6 @@ def save_changes(folder: str | Path, parts: ClipParts, base: str, *, subfolder: 
 
 
 def _load_changes(folder: Path, **options: Any) -> ClipParts:
-    """Load the base and put the changed tensors into it."""
     try:
         about = read_object(folder / BASE)
         base, count = str(about["base"]), int(about["changed"])

@@ -113,7 +113,6 @@ def load_transformers_clip(
 
 
 def _read_config(folder: Path, config: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Read config.json of the folder, or return the default."""
     file = folder / "config.json"
     if not file.is_file():
         if config is None:

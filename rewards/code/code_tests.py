@@ -191,7 +191,6 @@ class CodeTests:
         return results
 
     def _run_inside(self, source: str, tests: list[dict[str, Any]]) -> list[Outcome]:
-        """Run calls and asserts in one process of the sandbox."""
         if not tests:
             return []
         nonce = secrets.token_hex(16)  # the code cannot print a record that it does not know the start of

@@ -118,7 +118,6 @@ class Ensemble:
         return (-math.inf, high) if self.higher_is_better else (low, math.inf)
 
     def _convert(self, label: str, value: Any) -> Any:
-        """Convert a member's score to the ensemble's unit."""
         mean, std = self._scale[label]
         sign = 1.0 if self.higher_is_better == (self._signs[label] > 0) else -1.0
         return sign * (value - mean) / std

@@ -82,7 +82,6 @@ class Frames:
         return self._averaged(scores, rows, reasons)
 
     def _chosen(self, length: int) -> list[int]:
-        """Choose the frames of a clip that are judged."""
         n = min(self.frames, length)
         return [(2 * k + 1) * length // (2 * n) for k in range(n)]
 

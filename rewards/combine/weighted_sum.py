@@ -164,7 +164,6 @@ class WeightedSum:
         }
 
     def _unit(self, units: Mapping[str, str]) -> str:
-        """Name the unit of the sum."""
         if self._per_batch or self._scales:
             return "batch standard deviations" if self._per_batch else "reference standard deviations"
         distinct = list(dict.fromkeys(units.values()))

@@ -90,7 +90,6 @@ class EditReward:
 
     @property
     def identity(self) -> Identity:
-        """Identity of the scores."""
         engine = self._loaded[0]
         texts = "".join(engine.template(template.name, template).text for template in QUESTIONS)
         return Identity(judge=self.name, **{**engine.identity_fields(QUESTIONS[0]), "template": texts})

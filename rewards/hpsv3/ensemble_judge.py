@@ -206,7 +206,6 @@ class LoraEnsembleReward:
         return model
 
     def _set_model(self, model: LoraEnsembleModel) -> None:
-        """Set the module and fingerprint its current weights."""
         if self.min_members > model.members:
             raise RewardError(f"{self.name}: min_members is {self.min_members}, and the ensemble has {model.members}.")
         digest = hashlib.sha256(str(model.scaling).encode())

@@ -149,7 +149,6 @@ def engine_of_tensors(
 
 
 def _build_backbone(source: str | Path, state: dict[str, Tensor], options: dict[str, Any]) -> Any:
-    """Build the vision-language model of a config with exactly these weights."""
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoConfig, AutoModelForImageTextToText
 
     config: Any = AutoConfig.from_pretrained(str(source), trust_remote_code=False)

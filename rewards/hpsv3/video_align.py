@@ -166,7 +166,6 @@ class VideoAlign:
 
     @property
     def identity(self) -> Identity:
-        """Identity of the scores."""
         engine, _, config = self._loaded
         fields = engine.identity_fields(
             engine.template("video_align", TEMPLATE),
@@ -284,7 +283,6 @@ def _find_files(path: Path) -> tuple[Path, Path]:
 
 
 def _read_config(file: Path) -> dict[str, Any]:
-    """Read fps, max_pixels, lora_scale and normal; a checkpoint of another kind is refused by name."""
     try:
         config = read_object(file)
         data, model, lora = (config[f"{name}_config"] for name in ("data", "model", "peft_lora"))

@@ -223,7 +223,6 @@ def ask_in_rounds(
 
 
 def _fit(pairs: Tensor, log_odds: Tensor, size: int, model: Model | None) -> RankingFit:
-    """Fit the answers so far."""
     prob = PairAnswers(log_odds, []).prob
     if model is None:
         valid = prob[torch.isfinite(prob)]

@@ -142,6 +142,5 @@ class Hp(ClipHeadJudge):
 
     @property
     def identity(self) -> Identity:
-        """Everything that the scores depend on."""
         _ = self.head
         return self.towers.identity(self.name, head=str(self._head_print))

@@ -73,14 +73,12 @@ class HpsV2(ClipJudge):
 
     @property
     def identity(self) -> Identity:
-        """Everything that the scores depend on."""
         return self.towers.identity(self.name, version=self.version)
 
 
 def _load(
     model: str | Path, version: str, architecture: str | Mapping[str, Any], device: str | torch.device, precision: str
 ) -> ClipParts:
-    """Load the published file strictly into open_clip's model."""
     from visalign.data.assets import resolve_model
 
     path = Path(resolve_model(model))

@@ -93,5 +93,4 @@ class Ict(ClipJudge):
 
     @property
     def identity(self) -> Identity:
-        """Everything that the scores depend on."""
         return self.towers.identity(self.name, threshold=self.threshold)

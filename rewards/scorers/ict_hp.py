@@ -71,7 +71,6 @@ class IctHp:
 
     @property
     def identity(self) -> Identity:
-        """Everything that the scores depend on."""
         ict, hp = self.ict.identity, self.hp.identity
         return Identity(
             judge=self.name,

@@ -185,7 +185,6 @@ class ImageReward:
 
     @torch.no_grad()
     def _raw(self, images: list[Tensor], prompts: list[str], tokens: Tensor, mask: Tensor) -> Tensor:
-        """Raw scores of n pairs; equal images and equal pairs are computed once."""
         if not images:
             return torch.zeros(0)
         image_keys = [image_key(image) for image in images]
@@ -234,7 +233,6 @@ class ImageReward:
 
     @property
     def identity(self) -> Identity:
-        """Everything that the scores depend on."""
         return Identity(
             judge=self.name,
             model=self.source,

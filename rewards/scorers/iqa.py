@@ -69,7 +69,6 @@ class Iqa:
 
     @property
     def identity(self) -> Identity:
-        """Everything that the scores depend on."""
         model = f"pyiqa {version('pyiqa')}: {self.metric}"
         return Identity(judge=self.name, model=model, options=dict(self._options))
 

@@ -88,7 +88,6 @@ class LaionAesthetic(ClipHeadJudge):
 
     @property
     def identity(self) -> Identity:
-        """Everything that the scores depend on."""
         return self.towers.identity(self.name, head=fingerprint(self.head_file), file=self.head_file.name)
 
 

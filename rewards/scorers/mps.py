@@ -133,7 +133,6 @@ class Mps:
 
     @property
     def identity(self) -> Identity:
-        """Everything that the scores depend on."""
         options = {"condition": self.condition, "threshold": self.threshold}
         return self.towers.identity(self.name, head=fingerprint(self.file), **options)
 
@@ -157,7 +156,6 @@ class Mps:
         return make_scores(value, reasons, self.unit, parts=parts, text=notes)
 
     def _scores(self, images: Sequence[Tensor], prompts: Sequence[str]) -> Tensor:
-        """Scores [n] of images and prompts."""
         encoder = self.towers.encoder
         model: Any = encoder.model
         pixels = self.towers.pixels(images).to(encoder.device, encoder.dtype)
@@ -192,7 +190,6 @@ class Mps:
 
 
 def _cross_model(state: Mapping[str, Tensor], where: str) -> nn.Module:
-    """Build the cross-attention layers, with sizes from the tensors, in evaluation mode."""
     query, head = state["layers.0.0.to_q.weight"].shape, len(state["layers.0.0.to_kv.weight"]) // 2
     sizes = (query[1], head, query[0] // head, state["layers.0.0.ff.2.weight"].shape[1])
     count = 1 + max(int(key.split(".")[1]) for key in state)

@@ -60,5 +60,4 @@ class PickScore(ClipJudge):
 
     @property
     def identity(self) -> Identity:
-        """Everything that the scores depend on."""
         return self.towers.identity(self.name, scale=self.scale, logit_scale=self.logit_scale)

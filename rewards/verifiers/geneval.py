@@ -95,7 +95,6 @@ class GenEval:
 
     @cached_property
     def identity(self) -> Identity:
-        """Everything that the scores depend on."""
         folder = Path(resolve_model(self.towers.source))
         clip = fingerprint(folder) if folder.is_dir() else ""
         weights = [getattr(self.detector, "fingerprint", ""), clip]
@@ -202,6 +201,5 @@ def _detected(boxes: Found, number: int) -> Detected:
 
 
 def _kinds(record: Mapping[str, Any]) -> list[str]:
-    """List the classes that a record names, each once."""
     clauses = [*record.get("include", ()), *(record.get("exclude") or ())]
     return list(dict.fromkeys(clause["class"] for clause in clauses))

@@ -198,7 +198,6 @@ def _key(name: str) -> str:
 
 
 def _kind_of(config: Any) -> str:
-    """Find the kind of detector from its configuration."""
     import transformers
 
     maps: dict[str, Any] = {

@@ -79,7 +79,6 @@ class OcrReward:
 
     @cached_property
     def identity(self) -> Identity:
-        """Everything that the scores depend on."""
         engine = self._user_engine
         model = getattr(engine, "__qualname__", type(engine).__name__) if engine else _version()
         options = {"rule": self.rule, "min_confidence": self.min_confidence}

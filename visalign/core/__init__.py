@@ -113,7 +113,6 @@ _MODULE_OF = {name: module for module, names in MODULES.items() for name in name
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name of `MODULES`."""
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

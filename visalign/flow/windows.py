@@ -54,7 +54,6 @@ def window_steps(
 
 
 def _stay(start: int, steps: int, order: str, every: int, least: int | None, threshold: int, rate: float) -> int:
-    """Number of iterations that a moving window stays at `start`."""
     if order == "decay":
         least = max(1, every // 4) if least is None else least
         return max(least, int(every * (1 - start / steps) + least * (start / steps)))

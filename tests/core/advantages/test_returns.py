@@ -57,20 +57,6 @@ def slow_gae(
     return advantages, returns
 
 
-def test_returns_by_hand() -> None:
-    reward, weight = rows([1, 2, NAN, 4]), rows([1, 1, 0, 1])
-    torch.testing.assert_close(discounted_returns(reward, weight, gamma=0.5), rows([3, 4, 0, 4]))
-    torch.testing.assert_close(discounted_returns(reward, weight), rows([7, 6, 0, 4]))
-    assert torch.equal(discounted_returns(reward, weight, gamma=0.0), rows([1, 2, 0, 4]))
-
-
-def test_gae_by_hand() -> None:
-    """δ_2 = 4 − 3 = 1, δ_1 = 2 + 0.5·3 − 1 = 2.5; A_1 = 2.5 + 0.25·1."""
-    advantages, returns = gae(rows([2, NAN, 4]), rows([1, 9, 3]), rows([1, 0, 1]), gamma=0.5, lam=0.5)
-    torch.testing.assert_close(advantages, rows([2.75, 0, 1]))
-    torch.testing.assert_close(returns, rows([3.75, 0, 4]))
-
-
 @pytest.mark.parametrize("length", [1, 7, BLOCK, 2 * BLOCK + 3])
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.0, 0.5), (0.9, 0.0)])
 def test_gae_equals_the_recursion(length: int, gamma: float, lam: float) -> None:

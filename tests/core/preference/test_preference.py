@@ -49,16 +49,6 @@ class TestVotes:
 
 
 class TestBradleyTerry:
-    def test_hand_values(self) -> None:
-        lead = f64(0, 1, -2)
-        assert_values(
-            bradley_terry_loss(lead, torch.zeros_like(lead)), *(math.log1p(math.exp(-d)) for d in (0, 1, -2))
-        )
-        soft = bradley_terry_loss(f64(1), f64(0), f64(0.25))
-        assert_values(soft, 0.25 * math.log1p(math.exp(-1)) + 0.75 * math.log1p(math.exp(1)))
-        every = bradley_terry_loss(f64(1.2), f64(0.5), margin=0.3, centre=0.01, displacement=0.7)
-        assert_values(every, math.log1p(math.exp(-(1.2 - 0.35 - 0.3))) + 0.01 * 1.7**2)
-
     def test_sides_can_be_swapped(self) -> None:
         left, right, label = normal(20), normal(20, seed=1), torch.rand(20).double()
         rows: tuple[dict[str, Any], ...] = (

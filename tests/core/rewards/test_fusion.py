@@ -14,10 +14,6 @@ NAN = float("nan")
 
 
 class TestRewardFusion:
-    def test_hand_value(self) -> None:
-        fused = reward_fusion(f64(0.2), f64(0.6, 0.7)[None], f64(0.95, 0.9)[None])
-        assert_values(fused, (0.2 + 0.95 * 0.6 + 0.9 * 0.7) / 2.85)
-
     def test_only_the_most_similar_above_the_threshold(self) -> None:
         similarity = f64(0.91, 0.95, 0.5, 0.95, 0.99)[None]
         assert_values(neighbour_weights(similarity, top=2)[0], 0, 0.95, 0, 0, 0.99)

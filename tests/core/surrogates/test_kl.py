@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KL: the table of values and gradients by enumeration, straight-through pairs, far-off tokens, exact KL."""
+"""KL: straight-through pairs, far-off tokens, what is masked, exact KL.
+
+Values and gradients of the released codes stand in tests/golden.
+"""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.distributions import Categorical, kl_divergence
@@ -16,88 +18,15 @@ from visalign.flow.transitions import Kernel
 
 NAN, INF = float("nan"), float("inf")
 ESTIMATORS = ("k1", "k2", "k3", "abs", "low_var_kl")
-V = 6
 
 
 def draw(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-LOGITS, REF, OLD = draw(0, V), draw(1, V).log_softmax(0), draw(2, V).log_softmax(0)
-
-
-def gradient_of_expectation(loss: Any, behaviour: Tensor | None = None) -> Tensor:
-    """E_{a~behaviour}[∇ loss(log π(a))] over the whole vocabulary; behaviour π when not given."""
-    logits = LOGITS.clone().requires_grad_()
-    log_prob = logits.log_softmax(0)
-    chance = (log_prob if behaviour is None else behaviour).detach().exp()
-    return torch.autograd.grad((chance * loss(log_prob)).sum(), logits)[0]
-
-
-def exact_gradient(divergence: Any) -> Tensor:
-    logits = LOGITS.clone().requires_grad_()
-    return torch.autograd.grad(divergence(logits.log_softmax(0)), logits)[0]
-
-
-REVERSE = exact_gradient(lambda p: (p.exp() * (p - REF)).sum())
-FORWARD = exact_gradient(lambda p: (REF.exp() * (REF - p)).sum())
-L1 = exact_gradient(lambda p: (p.exp() - REF.exp()).abs().sum())
-
-
 def assert_near(ours: Tensor, theirs: Tensor | float) -> None:
     wanted = torch.as_tensor(theirs, dtype=ours.dtype).expand_as(ours)
     torch.testing.assert_close(ours, wanted, rtol=1e-11, atol=1e-12)
-
-
-def test_values_in_expectation() -> None:
-    new = LOGITS.log_softmax(0)
-    reverse = (new.exp() * (new - REF)).sum()
-    for estimator in ("k1", "k3"):
-        assert_near((new.exp() * kl_estimate(new, REF, estimator)).sum(), reverse)
-        importance = kl_estimate(new, REF, estimator, log_ratio=new - OLD)
-        assert_near((OLD.exp() * importance).sum(), reverse)
-    assert abs((new.exp() * kl_estimate(new, REF, "k2")).sum() - reverse) > 1e-3
-
-
-@pytest.mark.parametrize(
-    ("estimator", "expected"), [("k1", torch.zeros(V)), ("k2", REVERSE), ("k3", FORWARD), ("abs", L1)]
-)
-def test_gradient_of_each_estimator_as_a_loss(estimator: Any, expected: Tensor) -> None:
-    assert_near(gradient_of_expectation(lambda p: kl_estimate(p, REF, estimator)), expected.double())
-
-
-def test_gradient_times_a_live_ratio() -> None:
-    """k1 and k3 become right off-policy, k2 and abs wrong, on-policy too."""
-    for behaviour in (LOGITS.log_softmax(0), OLD):
-
-        def gradient(estimator: Any, b: Tensor = behaviour) -> Tensor:
-            return gradient_of_expectation(lambda p: kl_estimate(p, REF, estimator, log_ratio=p - b), b)
-
-        assert_near(gradient("k1"), REVERSE)
-        assert_near(gradient("k3"), REVERSE)
-        for estimator in ("k2", "abs"):
-            assert min((gradient(estimator) - g).abs().max() for g in (REVERSE, FORWARD)) > 1e-3
-
-
-@pytest.mark.parametrize(
-    ("estimator", "value", "slope"),
-    [
-        ("k1", math.log(2), 1.0),
-        ("k2", math.log(2) ** 2 / 2, math.log(2)),
-        ("k3", math.log(2) - 0.5, 0.5),
-        ("abs", math.log(2), 1.0),
-        ("low_var_kl", math.log(2) - 0.5, 0.5),
-    ],
-)
-def test_hand_values(estimator: Any, value: float, slope: float) -> None:
-    new = torch.tensor([math.log(0.5)], dtype=torch.float64, requires_grad=True)
-    ref = torch.tensor([math.log(0.25)], dtype=torch.float64, requires_grad=True)
-    result = kl_estimate(new, ref, estimator)
-    assert_near(result, value)
-    result.sum().backward()
-    assert new.grad is not None and ref.grad is None
-    assert_near(new.grad, slope)
-    assert torch.autograd.gradcheck(lambda p: kl_estimate(p, ref, estimator, log_ratio=p + 1), (new,))
 
 
 def test_value_and_gradient_are_separate() -> None:
@@ -158,17 +87,6 @@ def test_categorical_kl_equals_torch_distributions_both_ways() -> None:
     assert_near(categorical_kl(new, ref, direction="forward"), kl_divergence(q, p))
     assert_near(categorical_kl(new.log_softmax(-1), ref + 5), kl_divergence(p, q))
     assert categorical_kl(new, new + 3).abs().max() < 1e-14
-
-
-def test_categorical_gradients() -> None:
-    logits = LOGITS.clone().requires_grad_()
-    assert_near(torch.autograd.grad(categorical_kl(logits, REF), logits)[0], REVERSE)
-    assert_near(torch.autograd.grad(categorical_kl(logits, REF, direction="forward"), logits)[0], FORWARD)
-    for direction in ("reverse", "forward"):
-        assert torch.autograd.gradcheck(
-            lambda x, d=direction: categorical_kl(x, REF, direction=d),  # type: ignore[arg-type]
-            (logits,),
-        )
 
 
 def test_forbidden_entries_have_probability_zero() -> None:

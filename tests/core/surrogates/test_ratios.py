@@ -10,14 +10,11 @@ import torch
 from torch import Tensor
 
 from visalign.core import (
-    aggregate,
-    count_step,
     gaussian_kl,
     gaussian_log_prob,
     guard_log_ratio,
     guard_step_weight,
     log_ratio,
-    ppo_clip,
 )
 from visalign.core.surrogates.ratios import ratio_level
 
@@ -111,27 +108,3 @@ def test_ratio_levels_by_hand(level: Any, expected: list[list[float]]) -> None:
     count = MASK.sum(1, keepdim=True).clamp(min=1)
     wanted = {"token": own, "sequence": total / count, "sequence_sum": total, "sequence_token": own}
     torch.testing.assert_close(slope, wanted[level])
-
-
-def gspo(new: Tensor, old: Tensor, weight: Tensor, advantage: Tensor, level: Any) -> tuple[Tensor, Tensor]:
-    new = new.clone().requires_grad_()
-    ratio = ratio_level(log_ratio(new, old, weight), weight, level)
-    losses = ppo_clip(ratio, advantage, eps_low=0.1, eps_high=0.1)
-    loss = aggregate(losses, weight, "seq_mean_token_mean", count_step(weight))
-    return loss.detach(), torch.autograd.grad(loss, new)[0]
-
-
-def test_gspo_token_is_gspo_where_the_advantage_is_constant() -> None:
-    generator = torch.Generator().manual_seed(3)
-    old, step_ = torch.randn(2, 6, 5, generator=generator, **DOUBLE)
-    weight = (torch.rand(6, 5, generator=generator) > 0.3).double()
-    advantage = torch.randn(6, generator=generator, **DOUBLE)
-    whole = gspo(old + 0.2 * step_, old, weight, advantage, "sequence")
-    token = gspo(old + 0.2 * step_, old, weight, advantage, "sequence_token")
-    torch.testing.assert_close(whole, token)
-    assert (whole[1] == 0).any() and (whole[1] != 0).any()
-    uneven = torch.randn(6, 5, generator=generator, **DOUBLE)
-    whole = gspo(old + 0.2 * step_, old, weight, uneven, "sequence")
-    token = gspo(old + 0.2 * step_, old, weight, uneven, "sequence_token")
-    torch.testing.assert_close(whole[0], token[0])
-    assert (whole[1] - token[1]).abs().max() > 0.01

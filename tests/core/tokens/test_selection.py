@@ -53,16 +53,6 @@ def reference_covariance(b: dict[str, Tensor]) -> np.ndarray:
     return np.where(inside, (advantage - mean_a) * (log_prob - mean_lp), np.nan)
 
 
-def test_top_entropy_by_hand() -> None:
-    entropy = torch.arange(10, dtype=torch.float64)[None] / 10
-    thresholds = top_entropy_thresholds(entropy, torch.ones(1, 10))
-    assert thresholds.item() == pytest.approx(0.72)
-    keep = top_entropy_keep(entropy, torch.ones(1, 10), thresholds)
-    assert keep.tolist() == [[False] * 8 + [True] * 2]
-    everything = top_entropy_thresholds(entropy, torch.ones(1, 10), fraction=1.0)
-    assert top_entropy_keep(entropy, torch.ones(1, 10), everything).all()
-
-
 def test_clip_cov_draws_the_smallest_noise_inside_the_band() -> None:
     b = batch(8, 10, seed=1)
     covariance = reference_covariance(b)

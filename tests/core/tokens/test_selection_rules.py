@@ -80,20 +80,6 @@ def test_clip_v_drops_the_largest_and_never_more_than_allowed() -> None:
     assert dropped(1.0, mu=0.0) == [0, 1, 2, 6, 7, 8, 9]
 
 
-def test_steer_worked_example() -> None:
-    log_prob = torch.tensor([[0.9, 0.5, 0.1]], dtype=torch.float64).log()
-    entropy, weight = torch.tensor([[0.4, 0.9, 1.5]], dtype=torch.float64), torch.ones(1, 3)
-    change = steer_change(log_prob, log_prob, entropy, torch.tensor([1.0]), weight)
-    assert change[0].tolist() == pytest.approx([0.02946, 0.10343, -0.72233], abs=1e-5)
-    thresholds = steer_thresholds(change, weight)
-    assert steer_weights(change, weight, thresholds)[0].tolist() == pytest.approx([1.2, 1.1573, 0.8], abs=1e-5)
-    exponential = steer_weights(change, weight, thresholds, decay="exponential")[0].tolist()
-    assert exponential == pytest.approx([0.99094, 0.96855, 0.8], abs=1e-5)
-    assert thresholds.decay.item() == pytest.approx(0.30892, abs=1e-5)
-    off = steer_change(log_prob, log_prob - math.log(2), entropy, torch.tensor([-3.0]), weight)
-    torch.testing.assert_close(off, -6 * change)
-
-
 def test_steer_at_the_edges() -> None:
     change, weight = torch.full((1, 3), 0.4), torch.tensor([[1.0, 1, 0]])
     forms: Any = (("linear", 1.0), ("exponential", 0.8))

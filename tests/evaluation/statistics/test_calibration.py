@@ -11,7 +11,6 @@ from scipy import integrate, stats
 
 from visalign.evaluation.rewards.pair_scores import from_probabilities, from_scores, swap_consistency
 from visalign.evaluation.statistics.calibration import (
-    brier,
     cross_fitted_temperature,
     fit_temperature,
     nll,
@@ -33,13 +32,6 @@ def test_a_probability_on_an_edge_goes_up_and_empty_bins_are_nan() -> None:
     found = reliability([0.5, 1.0, 0.0], [1, 1, 0], bins=4)
     assert found.count.tolist() == [1, 0, 1, 1]
     assert math.isnan(found.confidence[1]) and found.ece == pytest.approx(0.5 / 3)
-
-
-def test_nll_and_brier() -> None:
-    assert nll([0.8], [1.0])[0] == pytest.approx(-math.log(0.8))
-    assert nll([0.8], [0.25])[0] == pytest.approx(-0.25 * math.log(0.8) - 0.75 * math.log(0.2))
-    assert np.isfinite(nll([0.0, 1.0], [1.0, 0.0])).all()
-    assert brier([0.8], [1.0])[0] == pytest.approx(0.04)
 
 
 def test_win_probability_is_the_integral() -> None:

@@ -39,7 +39,6 @@ _FLOW = Objective(
 
 
 def _variant(source: str, **changes: Any) -> Objective:
-    """Change fields of GRPO without its KL term."""
     return replace(_WITHOUT_KL, source=source, **changes)
 
 

@@ -132,7 +132,6 @@ def average_pairs(
 
 
 def _votes(left: Tensor, right: Tensor, ties: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Votes for (left, equal, right) as floats."""
     equal = torch.zeros_like(left) if ties is None else ties
     check_same(left=left, right=right, ties=equal)
     return float32(left).detach(), float32(equal).detach(), float32(right).detach()

@@ -135,5 +135,4 @@ def filter_overlong(weight: Tensor, truncated: Tensor) -> Tensor:
 
 
 def _number(value: float | Tensor) -> Tensor:
-    """Detach a tensor, or make a float64 one from a plain number."""
     return float32(value.detach()) if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)

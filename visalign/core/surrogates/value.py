@@ -78,7 +78,6 @@ def _sum_of_squares(value: Tensor, present: Tensor) -> Tensor:
 
 
 def _is_clipped(value: Tensor, old: Tensor, clip: float, target: Tensor) -> Tensor:
-    """Return where the clipped error is the larger one."""
     value = value.detach()
     return (value.clamp(old - clip, old + clip) - target).abs() > (value - target).abs()
 
@@ -86,7 +85,6 @@ def _is_clipped(value: Tensor, old: Tensor, clip: float, target: Tensor) -> Tens
 def _prepare(
     values: Tensor, returns: Tensor, old_values: Tensor | None, clip: float | None, weight: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return V, R and V_old in float32 or better, 0 where weight is 0."""
     if (old_values is None) != (clip is None):
         raise ValueError(f"give old_values and clip, or neither; got clip={clip} and one of the two is None.")
     check_same(values=values, returns=returns, old_values=old_values, weight=weight)

@@ -166,7 +166,6 @@ class _FusedHead(torch.autograd.Function):
 
 
 def _place(values: Tensor, index: Tensor, count: int) -> Tensor:
-    """Scatter rows into `count` rows of zeros."""
     return values.new_zeros((count, *values.shape[1:])).index_copy_(0, index, values)
 
 

@@ -113,7 +113,6 @@ def _as_bytes(images: Tensor, side: int) -> NDArray[np.uint8]:
 
 @contextmanager
 def _inference(policy: DiffusionPolicy) -> Iterator[None]:
-    """Disable gradients and dropout (LoRA has some); restore the mode of the network afterwards."""
     training = policy.module.training
     policy.module.eval()
     try:

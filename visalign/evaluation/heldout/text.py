@@ -118,7 +118,6 @@ def _measures(
 def _greedy(
     policy: TextPolicy, judge: Any, records: Sequence[Mapping[str, Any]], stopping: StoppingCriteria
 ) -> NDArray:
-    """Return the verdicts [records] of the greedy completions: 1, 0 or NaN."""
     with torch.no_grad():
         rollout = policy.generate(
             [record["prompt"] for record in records], seeds=0, sampling=Sampling(temperature=0.0), stopping=stopping

@@ -91,7 +91,6 @@ class Frame:
 
 
 def _step(marks: Sequence[float], ends: Point) -> float:
-    """Return the distance of neighbouring marks."""
     return marks[1] - marks[0] if len(marks) > 1 else ends[1] - marks[0] or 1.0
 
 

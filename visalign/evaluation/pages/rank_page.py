@@ -106,7 +106,6 @@ def _bias(result: Mapping[str, Any]) -> list[str]:
 
 
 def _best(result: Mapping[str, Any], placed: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Say whether the first place is settled."""
     if len(placed) < 2 or any(row["low"] is None for row in placed):
         return []
     sign = 1 if result["higher_is_better"] else -1

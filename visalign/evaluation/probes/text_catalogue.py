@@ -63,7 +63,6 @@ def _templated(texts: dict[str, str]) -> Change:
 
 
 def _cut(text: str, level: Level, generator: torch.Generator) -> str | None:
-    """Keep the first words."""
     words = re.findall(r"\S+\s*", text)
     return "".join(words[: int(len(words) * (1 - (level.x or 0)))]).rstrip() if len(words) > 3 else None
 

@@ -134,7 +134,6 @@ def evaluate_quality(
 
 
 def _fit(x: Array, y: Array, parameters: Any) -> LogisticFit | str:
-    """Return the logistic fit, or why there is none."""
     try:
         return fit_logistic(x, y, parameters)
     except ValueError as error:
@@ -183,7 +182,6 @@ def _correlations(
 
 
 def _certainty(y: Array, fit: LogisticFit | str, std: Array | None, rows: NDArray[np.bool_]) -> dict[str, Any] | None:
-    """Correlate the reward's std with the error of its fitted scores."""
     if std is None or isinstance(fit, str) or not np.isfinite(std[rows]).all():
         return None
     error = np.abs(fit.fitted - y)
