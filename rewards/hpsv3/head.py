@@ -59,23 +59,13 @@ class RanknetHead(nn.Module):
             return self.rm_head(hidden.to(torch.promote_types(dtype, torch.float32)))
 
     def pooled(
-        self,
-        hidden: Tensor,
-        input_ids: Tensor,
-        *,
-        pooling: Pooling = "special",
-        special_token_id: int | None = None,
-        pad_token_id: int | None = None,
-        attention_mask: Tensor | None = None,
+        self, hidden: Tensor, input_ids: Tensor, *, pooling: Pooling, special_token_id: int, pad_token_id: int
     ) -> Tensor:
-        """Compute outputs [B, outputs] of rows of hidden states [B, L, D] and tokens [B, L].
+        """Compute outputs [B, outputs] of rows of hidden states [B, L, D] and tokens [B, L], padded behind.
 
         "special": at the reward token, which occurs exactly once in each row. "last": at the last token that is no
         padding. "mean": the outputs averaged over all tokens that are no padding; the released code leaves the last of
         them out.
-
-        Without an attention_mask a row ends before its first padding token, and without `pad_token_id` every token
-        counts. Left padding needs the mask.
         """
         rows = torch.arange(len(hidden), device=hidden.device)
         if pooling == "special":
@@ -83,17 +73,9 @@ class RanknetHead(nn.Module):
             if not (is_special.sum(1) == 1).all():
                 raise ValueError(f"The reward token {special_token_id} must occur once in each row.")
             return self(hidden[rows, is_special.int().argmax(1)])
-        if attention_mask is not None:
-            valid = attention_mask != 0
-        elif pad_token_id is None:
-            valid = torch.ones_like(input_ids, dtype=torch.bool)
-        else:
-            valid = (input_ids == pad_token_id).cumsum(1) == 0
-        if not valid.any(1).all():
-            raise ValueError("A row holds no token; with left padding, pass attention_mask.")
+        valid = (input_ids == pad_token_id).cumsum(1) == 0
         if pooling == "last":
-            positions = torch.arange(valid.shape[1], device=valid.device)
-            return self(hidden[rows, torch.where(valid, positions, -1).amax(1)])
+            return self(hidden[rows, valid.sum(1) - 1])
         outputs = self(hidden)
         weight = valid.to(outputs.dtype)[..., None]
         return (outputs * weight).sum(1) / weight.sum(1)
