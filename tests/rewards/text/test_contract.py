@@ -24,12 +24,8 @@ ANSWERS = {"completions": ["4", r"\boxed{4}", "5"], "metadata": [{"answer": "4"}
 RATED = [{"image": f"{n}.png", "mos": float(n)} for n in (4, 3, 2)]
 NEED_A_MODEL = ("reward_model", "process_reward", "text_judge", "text_grm")
 INPUTS = {
-    "exact_answer": ({}, ANSWERS),
-    "numeric_answer": ({}, ANSWERS),
-    "boxed_answer": ({}, ANSWERS),
-    "list_answer": ({}, ANSWERS),
-    "text_format": ({}, {}),
-    "json_format": ({}, {}),
+    **dict.fromkeys(("exact_answer", "numeric_answer", "boxed_answer", "list_answer"), ({}, ANSWERS)),
+    **dict.fromkeys(("text_format", "json_format", "repetition", "random"), ({}, {})),
     "task_answer": (
         {},
         {
@@ -38,8 +34,6 @@ INPUTS = {
         },
     ),
     "length": ({"max_length": 4, "cache": 2}, {}),
-    "repetition": ({}, {}),
-    "random": ({}, {}),
     "environment": ({}, {"completions": [ToolCompletion("a", (), 1.0), ToolCompletion("b", (), 0.0), "no"]}),
     "tool_calls": ({"most": 2}, {"completions": [ToolCompletion("a", (), None, n) for n in (0, 3)] + ["no"]}),
     "constraints": (
