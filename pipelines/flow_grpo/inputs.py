@@ -74,10 +74,7 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
     else:
         heldout = build_records(data.heldout, "data.heldout", edits=edits, **reading)
     if not (terms := {**evaluation.rewards, **config.rewarded}):
-        notes = (
-            *notes,
-            "Held-out prompts are not scored: name a reward, evaluation.rewards={clip_score: {}}.",
-        )
+        notes = (*notes, "Held-out prompts are not scored: name a reward, evaluation.rewards={clip_score: {}}.")
     check_routes(config.rewarded, records)
     judges = load_terms(terms, load_judge, device)
     rewards: dict[str, Any] = {
@@ -114,10 +111,7 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
         features=None if name is None else build_features(name, towers.get(name), device or default_device()),
         strata=strata,
         heldout_trained_on=len(trained_prompts),
-        fingerprints={
-            **_fingerprints(source, records),
-            **_fingerprints("data.heldout", heldout),
-        },
+        fingerprints=_fingerprints(source, records) | _fingerprints("data.heldout", heldout),
         notes=notes,
     )
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from visalign.atomic import write_atomic
 from visalign.errors import UserError
 from visalign.flow.rollout import middle_frames
 from visalign.interfaces import DiffusionPolicy, PointwiseReward
-from visalign.pipelines.collect.votes import write_rows
 from visalign.pipelines.score.image_rows import SAMPLED
 from visalign.pipelines.shared.grids import image_samples
 from visalign.pipelines.shared.parts import Records, no_loading_bars, spread
@@ -110,7 +111,7 @@ def image_keeper(folder: Path) -> Callable[[str, torch.Tensor, Records], None]:
         rows = [{"image": f"{index:04d}.png", "prompt": record["prompt"]} for index, record in enumerate(records)]
         for row, image in zip(rows, middle_frames(images).cpu(), strict=True):
             to_pil(image).save(folder / name / row["image"])
-        write_rows(folder / name / SAMPLED, rows)
+        write_atomic(folder / name / SAMPLED, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows))
 
     return keep
 
