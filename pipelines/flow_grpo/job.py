@@ -21,7 +21,7 @@ from visalign.training.loop.progress import POLICY_COLUMNS, SUPERVISED_COLUMNS
 
 from .config import FlowGRPOConfig, ModelConfig, PrefGRPOConfig, SFTImagesConfig
 from .inputs import prepare
-from .parts import build_drift, build_evaluator, build_policy, image_keeper
+from .parts import build_drift, build_evaluator, build_policy, write_images
 from .plan import estimate, plan
 from .stored_pairs import stored_latents
 
@@ -36,7 +36,7 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
     inputs = prepare(config, accelerator.num_processes, str(accelerator.device))
     policy = build_policy(config.model, accelerator.device, config.seed)
     objective, rollout, evaluation = config.objective, config.rollout, config.evaluation
-    row = objective.regression
+    keeps, row = rollout.keep_images and accelerator.is_main_process, objective.regression
     kind = VelocityRegression if row else RewardGradient if objective.ascent else FlowGRPO
     algorithm = kind(
         policy,
@@ -55,7 +55,7 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
         dynamic=config.dynamic,
         references=inputs.references,
         self_imitation=config.self_imitation,
-        keep_images=image_keeper(output / "rollouts") if rollout.keep_images and accelerator.is_main_process else None,
+        keep_images=partial(write_images, output / "rollouts") if keeps else None,
     )
     sampling = {"steps": rollout.steps, "timestep_schedule": rollout.timestep_schedule}
     measure = build_evaluator(evaluation, policy, inputs.rewards, accelerator=accelerator, **sampling)

@@ -16,7 +16,6 @@ from visalign.atomic import write_atomic
 from visalign.errors import UserError
 from visalign.flow.rollout import middle_frames
 from visalign.interfaces import DiffusionPolicy, PointwiseReward
-from visalign.pipelines.score.image_rows import SAMPLED
 from visalign.pipelines.shared.grids import image_samples
 from visalign.pipelines.shared.parts import Records, no_loading_bars, spread
 from visalign.precision import autocast_dtype
@@ -103,17 +102,13 @@ def build_evaluator(
     return measure
 
 
-def image_keeper(folder: Path) -> Callable[[str, torch.Tensor, Records], None]:
-    """Return a function that writes images and their table into a new folder, as `visalign sample` has them."""
-
-    def keep(name: str, images: torch.Tensor, records: Records) -> None:
-        (folder / name).mkdir(parents=True, exist_ok=True)
-        rows = [{"image": f"{index:04d}.png", "prompt": record["prompt"]} for index, record in enumerate(records)]
-        for row, image in zip(rows, middle_frames(images).cpu(), strict=True):
-            to_pil(image).save(folder / name / row["image"])
-        write_atomic(folder / name / SAMPLED, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows))
-
-    return keep
+def write_images(folder: Path, name: str, images: torch.Tensor, records: Records) -> None:
+    """Write images and their table into a subfolder, as `visalign sample` has them."""
+    (folder / name).mkdir(parents=True, exist_ok=True)
+    rows = [{"image": f"{index:04d}.png", "prompt": record["prompt"]} for index, record in enumerate(records)]
+    for row, image in zip(rows, middle_frames(images).cpu(), strict=True):
+        to_pil(image).save(folder / name / row["image"])
+    write_atomic(folder / name / "images.jsonl", "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows))
 
 
 def build_drift(features: Features, before: Path) -> Callable[[HeldoutResult], dict[str, float]]:

@@ -161,9 +161,10 @@ class Corrected:
         for part, judge, chosen in (("reward", reward, options), ("quality", quality, quality_options)):
             loaded = load_reward(judge, run_device=device, **chosen or {}) if isinstance(judge, str) else judge
             judge = self.rewards[part] = with_capabilities(loaded)
-            if judge.capabilities.needs_group or not judge.higher_is_better:
-                reason = "it compares the images of a group" if judge.higher_is_better else "lower is better"
-                raise RewardError(f"corrected: {part} is {judge.name}, and {reason}. Give a score of single images.")
+            is_scale = part == "reward" or judge.range == (1, 5)
+            if judge.capabilities.needs_group or not judge.higher_is_better or not is_scale:
+                remedy = "give a score of single images, the higher the better, for quality points from 1 to 5"
+                raise RewardError(f"corrected: {part} is {judge.name}; {remedy}.")
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Score B images against B prompts."""

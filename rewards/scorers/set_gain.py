@@ -66,7 +66,8 @@ class VendiGain:
         check_options(self.name, ClipTowers, {"model": model, "device": device, **towers})
         self.towers = ClipTowers(model, device=device, **{"batch_size": 64, **towers})
         self.over = over
-        self.capabilities = RewardCapabilities(needs_group=over != "image", needs_batch=over in ("batch", "sets"))
+        needs: dict[str, Any] = {"needs_group": over != "image", "needs_batch": over in ("batch", "sets")}
+        self.capabilities = RewardCapabilities(needs_prompt=False, **needs)
         if over == "sets":
             self.unit, self.range = "1 = in the positive set", (-1.0, 1.0)
 

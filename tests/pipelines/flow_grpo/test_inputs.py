@@ -91,6 +91,10 @@ def test_rewards_of_sets_want_whole_sets_and_stay_out_of_the_evaluation() -> Non
         given = config(f"rewards.terms={{variety: {{name: vendi_gain, options: {{over: {over}}}}}}}")
         with pytest.raises(UserError, match="all samples of an iteration, and each of 3"):
             prepare(given, 3)
+    for change in ("objective.algorithm=draft", "data.pairs=shapes:pairs"):
+        given = "rollout={keep_images: true, group_size: 2}", "objective.algorithm=diffusion_dpo", change
+        with pytest.raises(UserError, match=r"keep_images keeps samples as they are scored, and .*keep_images=false"):
+            config(*given)
     nearness = "{frechet_gain: {options: {over: image, reference: [a red circle, a blue square]}}}"
     assert (
         "frechet_gain" in prepare(config(f"evaluation.rewards={nearness}", "evaluation.correctness=null"), 1).rewards

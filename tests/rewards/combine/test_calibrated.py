@@ -91,21 +91,28 @@ def test_an_unreadable_reference_is_named(tmp_path: Path):
             Calibrated(Brightness(), tmp_path / file)
 
 
+def points(*values: float) -> FunctionReward:
+    """A judge of quality that says these."""
+    return FunctionReward(lambda images, prompts: list(values), name="points", range=(1, 5))
+
+
 def test_corrected_by_hand_and_failures_are_no_scores() -> None:
-    judges: Any = [
-        FunctionReward(lambda images, prompts, values=values: values, name="r")
-        for values in ([1.0, 0.5, 1, 0.2], [4.5, 3, math.nan, 1])
-    ]
-    scores = load_reward("corrected", reward=judges[0], quality=judges[1]).score(torch.zeros(4, 3, 4, 4), ["a"] * 4)
+    reward = FunctionReward(lambda images, prompts: [1.0, 0.5, 1, 0.2], name="r")
+    corrected = load_reward("corrected", reward=reward, quality=points(4.5, 3, math.nan, 1))
+    scores = corrected.score(torch.zeros(4, 3, 4, 4), ["a"] * 4)
     assert scores.value[[0, 1, 3]].tolist() == pytest.approx([1.7, 0.2, -0.2])
     assert scores.valid.tolist() == [True, True, False, True] and scores.parts["quality"][0] == 4.5
 
 
 def test_corrected_takes_names_and_refuses_what_it_cannot_correct() -> None:
-    named = load_reward("corrected", reward="shapes_verifier", quality="sharpness", options={"mode": "mixed"})
+    named = load_reward("corrected", reward="shapes_verifier", quality=points(4), options={"mode": "mixed"})
     assert named.score(torch.zeros(1, 3, 64, 64), ["a red circle"]).parts.keys() == {"reward", "quality"}
-    with pytest.raises(RewardError, match=r"quality is vendi_gain, and it compares the images of a group\. Give"):
-        load_reward("corrected", reward="sharpness", quality="vendi_gain")
     lower = FunctionReward(lambda images, prompts: [0.0], name="faults", higher_is_better=False)
-    with pytest.raises(RewardError, match=r"reward is faults, and lower is better"):
-        load_reward("corrected", reward=lower, quality="sharpness")
+    for reward, quality, part in (
+        (lower, points(4), "reward is faults"),
+        ("jpeg_size", "sharpness", "quality is sha"),
+    ):
+        with pytest.raises(RewardError, match=f"corrected: {part}.*; give a score .*, for quality points from 1 to 5"):
+            load_reward("corrected", reward=reward, quality=quality)
+    with pytest.raises(RewardError, match="reward is vendi_gain; give a score of single images"):
+        load_reward("corrected", reward="vendi_gain", quality=points(4))

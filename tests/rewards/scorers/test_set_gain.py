@@ -96,7 +96,7 @@ def test_a_sum_hands_the_groups_on(folder: Path) -> None:
 def test_sets_are_divided_pair_by_pair(folder: Path, reference: Path, name: str) -> None:
     """Odd images of a group have no pair; what is left scores 1 and −1, as no single swap could do better."""
     options: dict[str, Any] = {"reference": reference} if name == "frechet_gain" else {}
-    reward = load_reward(name, model=folder, over="sets", **options)
+    reward: Any = load_reward(name, model=folder, over="sets", **options)
     assert reward.capabilities.needs_batch and reward.unit == "1 = in the positive set"
     groups = [7, 3, 7, 3, 7, 9, 9]
     scores = reward.score(make_images(7), ["a"] * 7, [{"group_id": group} for group in groups])
@@ -117,7 +117,7 @@ def test_exemplars_may_be_texts_and_an_image_alone_may_be_scored(folder: Path, t
     texts = ["a red circle", "two circles", "a green square"]
     (tmp_path / "texts.txt").write_text("\n".join(texts) + "\n\n")
     given: Any = texts if kind == "list" else tmp_path / "texts.txt"
-    reward = load_reward("frechet_gain", model=folder, reference=given, over="image")
+    reward: Any = load_reward("frechet_gain", model=folder, reference=given, over="image")
     assert not reward.capabilities.needs_group and not reward.capabilities.needs_batch
     scores = reward.score(make_images(4), ["a"] * 4)
     cosines = torch.stack([ClipScore(folder).score(make_images(4), [text] * 4).value for text in texts])

@@ -54,14 +54,11 @@ def set_gains(score: Callable[[Tensor], Tensor], embedding: Tensor) -> Tensor:
 
 
 def contrast_sets(score: Callable[[Tensor], Tensor], first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Divide n pairs of samples [n, d] into a positive and a negative set, one sample of each pair in either.
+    """Divide n pairs of samples [n, d] into a positive and a negative set: (bool [n], first in D₊; R of D₊, D₋ [2]).
 
     D₊ begins as the better of the two sets. Each pair in turn is swapped if that raises R(D₊) − R(D₋). If R is a mean
     over samples, D₊ gets the better one of each pair. `score` is R, from [2, n, d] to [2]; it is called n + 2 times.
     DRAGON, arXiv 2504.15217.
-
-    Returns:
-        (bool [n], True where D₊ has the first sample of the pair; R of D₊ and of D₋ [2]).
     """
     sets = torch.stack([first, second])
     value, is_first = score(sets), torch.ones(len(first), dtype=torch.bool)
