@@ -274,11 +274,11 @@ def _broken_rules(s: FlowGRPOConfig) -> Iterator[str]:
             "data.pairs are compared already, and comparison says how samples are. Leave one of them out "
             "(pipeline: flow_grpo)."
         )
-    if s.rollout.keep_images and (s.data.pairs is not None or s.objective.ascent is not None):
+    if s.rollout.keep_images and (s.data.is_stored or s.objective.ascent is not None):
         reason = (
-            "data.pairs are stored" if s.data.pairs else f"objective.algorithm={s.objective.algorithm} scores none"
+            "stored images are" if s.data.is_stored else f"those of objective.algorithm={s.objective.algorithm} are"
         )
-        yield f"rollout.keep_images keeps samples as they are scored, and {reason}. Set rollout.keep_images=false."
+        yield f"rollout.keep_images keeps samples as they are scored, and {reason} not. Set rollout.keep_images=false."
     sizes = len(s.rollout.image_sizes or [0])
     if s.data.images is None and s.monitor.window % sizes:
         yield (
