@@ -30,7 +30,7 @@ from visalign.training.loop import checkpoint
 from visalign.training.loop.processes import Shares
 
 RECORDS = [{"prompt": word, "tag": tag} for word, tag in [("bright", "up"), ("dark", "down"), ("light", "up")]]
-WORDS = {"bright": 0, "dark": 1, "light": 2}
+WORDS = {"bright": 0, "dark": 1, "light": 2, "": 0}
 
 
 class ToyCondition:

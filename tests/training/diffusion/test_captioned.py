@@ -99,6 +99,7 @@ def test_captions_are_left_out_at_their_share(tmp_path):
         trainer.context.counters.iteration = iteration
         experience = trainer.algorithm.collect(trainer.context).experience
         counts.update(record["prompt"] for record in experience.images.records)
+        assert trainer.algorithm.policy.encoded[-1] == [record["prompt"] for record in experience.images.records]
     assert counts[""] / counts.total() == pytest.approx(0.25, abs=0.05)
     assert _records()[0]["prompt"] == "bright"
 

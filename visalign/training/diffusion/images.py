@@ -258,7 +258,7 @@ class ImageAlgorithm(Algorithm):
         for record, label in zip(merged, batch.sample_id.tolist(), strict=True):
             if sample_seed(self.seed, "caption", label) / 2**63 < self.caption_dropout:
                 record["prompt"] = ""
-        condition = self.encode(records, clock)
+        condition = self.encode(merged, clock)
         with clock.phase("decode"), torch.no_grad():
             latents = self.stored(merged)
         return PendingImages(
