@@ -34,6 +34,7 @@ from visalign.training.loop.sampler import check_batch_algebra
 from visalign.training.text.settings import (
     GenerationSettings,
     LatentFlowSettings,
+    OnlineProcessSettings,
     SelfImitationSettings,
     TextObjectiveSettings,
     TextRolloutSettings,
@@ -199,6 +200,10 @@ class ProcessConfig:
     text_dpo): a token's reward is β log π_model/π_reference (arXiv 2412.01981). null: `model` is a classifier."""
     beta: Positive = 0.05
     """With `reference`, β: that of the training, so that the rewards add up to what was learnt."""
+    unit: Literal["step", "token"] = "step"
+    """With `reference`, what is rewarded: the steps, at their last token, or each token as in PRIME."""
+    online: OnlineProcessSettings | None = None
+    """With `reference`, go on training `model` on the run's own completions (PRIME); {} has the paper's numbers."""
     separator: str = "\n"
     """Text that ends a step in a completion."""
     clip: Finite | None = None
@@ -216,6 +221,13 @@ class ProcessConfig:
     """Other arguments of `ProcessRewardModel`."""
 
     def __post_init__(self) -> None:
+        if self.reference is None and (self.online is not None or self.unit == "token"):
+            raise UserError(
+                "process.online and process.unit=token are of a language model, and process.reference is null. Name "
+                "the model that process.model was before its training; PRIME begins with both the same."
+            )
+        if self.online is not None and self.replaces:
+            raise UserError("process.online learns from the outcome, which process.replaces leaves out. Drop one.")
         if self.options and self.reference is not None:
             raise UserError(
                 f"process.options {', '.join(self.options)} are of a classifier, and process.reference makes "
@@ -268,7 +280,8 @@ class TextConfig:
     rollout: TextRolloutSettings = field(default_factory=TextRolloutSettings)
     """Sampling of the completions."""
     process: ProcessConfig | None = None
-    """Rewards of single steps, for ppo, reinforce_pp, remax, grpo_process and advantage group_returns; null: none."""
+    """Rewards of single steps, for ppo, reinforce_pp, remax, prime, grpo_process and advantage group_returns; null:
+    none."""
     server: ServerConfig | None = None
     """Server that generates the completions; null: the model itself."""
     dynamic: DynamicSettings = field(default_factory=DynamicSettings)

@@ -49,6 +49,7 @@ from visalign.text.steps import StepRewards
 from visalign.text.tools import ToolPolicy
 from visalign.text.turns import ChatTurns
 from visalign.training.loop.sampler import PromptSampler
+from visalign.training.text.online_process import OnlineProcessReward
 from visalign.training.text.trajectories import check_answers
 
 from .config import ActorCriticConfig, ProcessConfig, PromptsConfig, TextConfig, TextModelConfig
@@ -364,13 +365,20 @@ def build_process(config: TextConfig, policy: CausalLMPolicy) -> Any:
         implicit = _build_implicit(process, config.model, policy)
 
         def score(rollout: TextRollout) -> StepRewards:
-            return implicit.score_rollout(rollout).steps
+            scores = implicit.score_rollout(rollout)
+            if process.unit == "step":
+                return scores.steps
+            token = torch.arange(scores.token.shape[1]).expand_as(scores.token)
+            return StepRewards(reward=scores.token, step=token, valid=scores.valid, reason=scores.reason)
 
     def score_rollout(rollout: TextRollout) -> Any:
         steps = score(rollout)
         bounded = steps.bounded(clip=process.clip, delta=process.delta)
         return replace(bounded, reward=process.coefficient * bounded.reward)
 
+    if process.online is not None:
+        models = implicit.policy, implicit.reference_policy
+        return OnlineProcessReward(score_rollout, *models, process.online, beta=process.beta, seed=config.seed)
     return SimpleNamespace(score_rollout=score_rollout, replaces=process.replaces)
 
 

@@ -103,6 +103,9 @@ class TextProcessConfig:
     over a completion, is the log-odds of being right; arXiv 2412.01981)."""
     beta: Positive = 0.05
     """With learns=implicit, β: log-odds per nat."""
+    loss: Literal["cross_entropy", "nca", "kto"] = "cross_entropy"
+    """With learns=implicit, the loss on outcomes (arXiv 2412.01981, section 3): cross-entropy, NCA or KTO. DPO is the
+    job text_dpo."""
     seed: Natural = 0
     """Seed of the run: the new head, the order and split of the records, dropout."""
     model: StepModelConfig = field(default_factory=StepModelConfig)
@@ -119,6 +122,10 @@ class TextProcessConfig:
     def __post_init__(self) -> None:
         if (updates := self.optimizer.updates_per_iteration) != 1:
             raise UserError(f"optimizer.updates_per_iteration is {updates}; an iteration is one pass. Leave it at 1.")
+        if self.learns != "implicit" and self.loss != "cross_entropy":
+            raise UserError(
+                f"loss={self.loss} is one of learns=implicit, and learns is {self.learns}. Leave loss out."
+            )
         if self.learns == "implicit" and (self.model.train == "head" or self.run.sharding):
             key = "model.train=head" if self.model.train == "head" else "run.sharding"
             raise UserError(f"learns=implicit trains a whole language model in each process, without {key}. Drop it.")
@@ -223,7 +230,9 @@ def _implicit(config: TextProcessConfig, accelerator: Accelerator) -> Learner:
             texts = ([row[key] for row in fitting] for key in ("prompt", "completion"))
             rollout = demonstration_rollout(policy, *texts)
         label = [math.nan if row["reward"] is None else row["reward"] for row in fitting]
-        return ImplicitTexts(policy, rollout, label, beta=config.beta, reference=policy)  # not yet trained
+        return ImplicitTexts(
+            policy, rollout, label, beta=config.beta, reference=policy, form=config.loss
+        )  # not trained yet
 
     return policy.trainable_parameters(), policy.module, policy.save, tokenize
 

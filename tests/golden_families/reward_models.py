@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Golden families of reward models for text: pairs, rankings, labels of steps, implicit process rewards.
 
-Not offered: records of steps that are cut to a length (TRL's max_length; ours are refused or dropped), and PRIME's
-leave-one-out returns of two sources.
+Not offered: records of steps that are cut to a length (TRL's max_length; ours are refused or dropped).
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from tests.golden_families import Outputs, family, gradients
+from visalign.core.advantages.process import prime_advantages
 from visalign.core.preference.bradley_terry import average_pairs, bradley_terry_loss, plackett_luce_loss
 from visalign.core.preference.yes_no import yes_no_answer, yes_no_loss
 from visalign.core.rewards.steps import implicit_prm_loss, implicit_step_rewards
@@ -93,6 +93,15 @@ def _implicit(case: Any) -> Outputs:
     return {**gradients(loss, log_prob=log_prob), "token_score": token, "whole_score": token.sum(1)}
 
 
+def _prime(case: Any) -> Outputs | None:
+    params, size = case.params, case.params["group_size"]
+    if params["gamma_verifier"] != 1:
+        return None
+    group = [row // size for row in range(len(case.inputs["verifier"]))]
+    inputs = case.tensor("verifier"), case.tensor("process_score"), group, case.tensor("mask")
+    return {"advantages": prime_advantages(*inputs, gamma=params["gamma_process"])}
+
+
 ROWS = (
     (r"trl_(bt|margin|centre|margin_centre)_\w+", _pairs, ("margin", "centre_coefficient"), ("chosen", "rejected")),
     (r"openrlhf_(pairwise|logexp)_\w+", _pairs, ("margin",), ("chosen", "rejected")),
@@ -100,12 +109,15 @@ ROWS = (
     (r"trl_prm_\w+", _steps, ("separator", "bos"), ("steps", "labels", "logits")),
     (r"plackett_luce_\w+", _ranking, (), ("scores",)),
     (r"instructgpt_kwise", _kwise, (), ("scores", "ranks_0_best")),
+    (r"prime_rloo", _prime, ("group_size", "gamma_process", "gamma_verifier"), ("process_score", "verifier", "mask")),
     (r"prime_implicit", _implicit, ("beta",), ("log_prob", "ref_log_prob", "correct", "mask")),
 )
 
 
 def _tolerance(case: Any, key: str) -> tuple[float, float, str]:
     """TRL computes its loss on float32 logits of steps."""
+    if case.variant == "prime_rloo":  # the peer's float32
+        return 1e-6, 1e-8, "element"
     return (1e-5, 1e-6, "element") if case.variant.startswith("trl_prm") else (1e-8, 1e-10, "element")
 
 

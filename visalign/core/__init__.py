@@ -41,7 +41,7 @@ advantages.entropy: aem_advantages aem_scale empg_advantages empg_scale entropy_
 advantages.gradient_balance: combine_gradients min_norm_weights smooth_weights
 advantages.group: clamp_advantages whiten
 advantages.hidden_states: effective_rank flow_deviation flow_rewards rank_average rank_bonus rank_dynamics
-advantages.process: aggregate_steps process_advantages span_index span_rewards
+advantages.process: aggregate_steps prime_advantages process_advantages span_index span_rewards
 advantages.returns: discounted_returns reinforce_pp_advantages reinforce_pp_baseline_advantages
     remax_advantages
 advantages.risk: bundle_groups bundle_scores conditional_value_at_risk mixed_value_at_risk range_value_at_risk

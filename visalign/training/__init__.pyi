@@ -28,7 +28,6 @@ from .loop.trainer import RunSettings as RunSettings
 from .loop.trainer import Trainer as Trainer
 from .loop.trainer import TrainResult as TrainResult
 from .policy.settings import ObjectiveSettings as ObjectiveSettings
-from .process.implicit import train_implicit_process_reward as train_implicit_process_reward
 from .process.label_fit import FitSettings as FitSettings
 from .process.trainer import evaluate_process_reward as evaluate_process_reward
 from .process.trainer import train_process_reward as train_process_reward

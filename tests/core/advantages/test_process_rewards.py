@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visalign.core.advantages.process import aggregate_steps, process_advantages, span_index, span_rewards
+from visalign.core.advantages.process import (
+    aggregate_steps,
+    prime_advantages,
+    process_advantages,
+    span_index,
+    span_rewards,
+)
 
 NAN = float("nan")
 STEP = torch.tensor([[0, 0, 1, 1, 1, -1], [-1, 0, -1, 2, 2, 2]])
@@ -76,3 +82,17 @@ def test_a_failed_step_takes_its_sample_out() -> None:
     result = process_advantages(broken, step, [0, 0, 0])
     assert torch.equal(result[:2], process_advantages(REWARD, STEP, [0, 0]))
     assert result[2].eq(0).all()
+
+
+def test_prime_adds_the_leave_one_out_returns_of_both_sources() -> None:
+    """Means 2, 0 and outcomes 1, 0: r̂ = 2r − 2, so the returns are (2 − 2, 6 − 2 + …) and their outcomes ±1."""
+    process, weight = rows([1.0, 3.0], [0.0, 9.0]), rows([1.0, 1.0], [1.0, 0.0])
+    got = prime_advantages(rows([1.0, 0.0])[0], process, [0, 0], weight, eps=0.0)
+    # r̂ = (0, 4), (−2): returns (4, 4), (−2), with the outcomes (5, 5), (−3); mean 7/3, std √(64/3)
+    expected = [(5 - 7 / 3) / (64 / 3) ** 0.5] * 2 + [(-3 - 7 / 3) / (64 / 3) ** 0.5]
+    torch.testing.assert_close(torch.cat([got[0], got[1, :1]]), rows(expected)[0])
+    assert got[1, 1] == 0
+    more = rows([1, 3], [0, 9], [5, 5]), [0, 0, 0], rows([1, 1], [1, 0], [1, 1])
+    missing = prime_advantages(rows([1.0, 0.0, NAN])[0], *more, eps=0.0)
+    torch.testing.assert_close(missing[:2], got, msg="a failed sample moves nobody")
+    assert (missing[2] == 0).all()

@@ -35,7 +35,7 @@ NOT_ON_STEPS = {
     "par": r"advantage='par'.*reference.*'pref_grpo'",
     **dict.fromkeys(("likelihood", "jepo"), r"reference answer in words.*'grpo'"),
     "rank_bonus": r"hidden states of each token.*'grpo'",
-    **dict.fromkeys(("rlfr", "grpo_process"), r"reward of each step.*objective\.credit"),
+    **dict.fromkeys(("rlfr", "grpo_process", "prime"), r"reward of each step.*objective\.credit"),
     "canon": r"advantage='canon'.*objective\.metric=PART.*'grpo'",
     "riskpo": r"advantage='riskpo'.*bundles.*'copo'",
     "flowrl": r"surrogate='flow_balance'.*log Z.*'grpo'",

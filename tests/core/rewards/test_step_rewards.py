@@ -6,6 +6,7 @@ Values and gradients of the released codes stand in tests/golden.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import pytest
@@ -59,6 +60,21 @@ def test_a_common_step_earns_the_mean_of_what_came_of_it() -> None:
         some = torch.where(torch.arange(6) == 4, NAN, value)
         means = branch_rewards(some, torch.tensor([0, 0, 0, 3, 3, 3])[:, None])
         assert means.unique().tolist() == [value[0].item()]
+
+
+def test_nca_and_kto_of_outcomes_by_hand() -> None:
+    log_ratio = f64(0.5, -0.2, 0.3)[None]
+    for label, nca in ((1.0, 1.5), (0.0, 0.5), (0.5, 1.0)):
+        # at q = 0: −y ln ½ − ½ ln ½; of one completion z is q, so KTO's loss is ½
+        assert_hand(implicit_prm_loss(0 * log_ratio, f64(label), form="nca"), nca * math.log(2))
+        assert_hand(implicit_prm_loss(0 * log_ratio + 0.5, f64(label), form="kto"), 0.5)
+    q = torch.tensor([[2.0], [-4.0]], dtype=torch.float64, requires_grad=True)  # mean −1, so z = 0
+    losses = implicit_prm_loss(q, torch.tensor([1.0, 0.0]), beta=1.0, form="kto")
+    right, wrong = 1 / (1 + math.exp(2)), 1 / (1 + math.exp(4))
+    assert_hand(losses, right, wrong)
+    losses.sum().backward()
+    assert q.grad is not None
+    assert_hand(q.grad[:, 0], -right * (1 - right), wrong * (1 - wrong))
 
 
 def test_implicit_loss_with_missing_labels_absent_nan_and_extremes() -> None:

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.models.language import save_tiny_language_model
-from tests.support.training.text import toy_policy, toy_text_trainer
+from tests.support.training.images import whole_and_resumed
+from tests.support.training.text import Letters, toy_policy, toy_text_trainer
 from visalign.adapters.causal_lm.lora import text_lora
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.config import load_config
@@ -235,3 +236,61 @@ def test_what_the_implicit_kind_refuses(inputs: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"process\.model: .* has no weights for score.*with process\.reference, the"):
         build_process(config, toy_policy())
     assert not (tmp_path / "bad").exists() and estimate(_implicit(inputs))["model"]["longest_text"] <= 48
+
+
+def _online(inputs: Path, folder: Path, iterations: int, **online: Any) -> Any:
+    keys = ["objective.algorithm=prime", "process.beta=0.5", "process.unit=token", "process.separator=e"]
+    given = [*keys, f"process.model={inputs}/model", f"process.reference={inputs}/model"]
+    config = load_config(TextGRPOConfig, None, [*given, f"process.online={json.dumps(online)}"])
+    policy = CausalLMPolicy.from_pretrained(inputs / "model")
+    process = build_process(config, policy)
+    options: Any = {"policy": policy, "process": process, "reward": Letters("a"), "run": {"iterations": iterations}}
+    return toy_text_trainer(folder, "prime", **options)
+
+
+def test_the_process_reward_learns_from_the_policys_own_outcomes(inputs: Path, tmp_path: Path) -> None:
+    """PRIME: the first iteration has the loss ln 2 and moves the reward, which pays the second by its log-ratios."""
+    trainer = _online(inputs, tmp_path, 3, right_at=0.05, lr=1e-2, batch=100)
+    learner = trainer.algorithm.learner
+    start = [parameter.detach().clone() for parameter in learner.named.values()]
+    first = trainer.iterate()
+    assert first["process_reward/loss"] == pytest.approx(math.log(2)) and first["process_reward/accuracy"] < 1
+    found = trainer.algorithm.collect(trainer.context).experience
+    reward, t = found.trajectories.process_reward, found.trajectories
+    ratio = model_log_prob(learner.model, found.rollout) - model_log_prob(learner.reference, found.rollout)
+    torch.testing.assert_close(reward, 0.5 * ratio.detach() * (t.weight != 0), rtol=1e-4, atol=1e-5)
+    assert reward.abs().max() > 0 and any(
+        not torch.equal(a, p) for a, p in zip(start, learner.named.values(), strict=True)
+    )
+    second = trainer.iterate()
+    assert second["process_reward/loss"] != first["process_reward/loss"]
+
+
+def test_a_resumed_prime_is_the_uninterrupted_one(inputs: Path, tmp_path: Path) -> None:
+    def make(folder: Path, iterations: int) -> Any:
+        return _online(inputs, folder, iterations, right_at=0.05, lr=1e-3, batch=5)
+
+    whole, resumed, _ = whole_and_resumed(make, tmp_path, 1, 3)
+    assert whole == resumed and "process_reward.safetensors" in whole[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["process.model=x", "process.online={}"], r"process.reference is null. Name the model .* both the same"),
+        (["process.model=x", "process.unit=token"], "process.reference is null"),
+        (["process={model: x, reference: y, online: {}, replaces: true}"], "process.replaces leaves out. Drop one"),
+        (["process={model: x, reference: y, online: {lr: 0}}"], "process.online.lr"),
+    ],
+)
+def test_what_prime_refuses(changes: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        load_config(TextGRPOConfig, None, ["objective.algorithm=prime", *changes])
+
+
+@pytest.mark.parametrize("form", ["nca", "kto"])
+def test_other_losses_of_outcomes_learn_too(form: str, inputs: Path, tmp_path: Path) -> None:
+    summary = run(_implicit(inputs, f"loss={form}"), tmp_path / "run")
+    assert summary["after"]["loss"] < summary["before"]["loss"] and summary["after"]["accuracy"] == 1
+    with pytest.raises(UserError, match=f"loss={form} is one of learns=implicit, and learns is labels"):
+        _config(inputs, "learns=labels", f"loss={form}", f"data.train={inputs}/outcomes.jsonl")

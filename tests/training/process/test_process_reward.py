@@ -20,7 +20,7 @@ from visalign.text import Sampling, StoppingCriteria
 from visalign.training.loop.metrics import read_metrics
 from visalign.training.loop.optimizer import AdamWSettings
 from visalign.training.loop.trainer import RunSettings, Trainer
-from visalign.training.process.implicit import train_implicit_process_reward
+from visalign.training.process.implicit import ImplicitTexts
 from visalign.training.process.label_fit import (
     FitSettings,
     LabelFit,
@@ -218,6 +218,12 @@ def test_a_loss_that_is_no_number_moves_nothing() -> None:
 
 
 # the implicit one
+
+
+def train_implicit_process_reward(policy: Any, rollout: Any, label: Any, **options: Any) -> Any:
+    settings, trainer = options.pop("settings", None), options.pop("trainer", None)
+    texts = ImplicitTexts(policy, rollout, label, **options)
+    return fit_labels(texts.outputs, texts.rows, trainer or label_trainer(policy.trainable_parameters(), settings))
 
 
 def completions(policy: CausalLMPolicy) -> Any:

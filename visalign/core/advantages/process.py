@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from visalign.core.checks import check_axes, check_choice
-from visalign.core.groups.labels import Labels
+from visalign.core.groups.labels import Labels, group_index, group_sum
+from visalign.core.groups.moments import present_entries
 from visalign.core.precision import float32, float32_dtype
 
-from .group import whiten
+from .group import group_advantages, whiten
 from .returns import discounted_returns
 
 Place = Literal["last", "every", "spread"]
@@ -99,6 +100,36 @@ def process_advantages(
     usable = (torch.isfinite(reward) | ~exists).all(1, keepdim=True) & exists
     scores = whiten(reward, usable, group=group, ddof=ddof, eps=eps, eps_inside=False)
     return discounted_returns(span_rewards(scores, step, place="last", weight=weight), weight)
+
+
+def prime_advantages(
+    reward: Tensor,
+    process_reward: Tensor,
+    group: Labels,
+    weight: Tensor,
+    *,
+    gamma: float = 1.0,
+    eps: float = 1e-8,
+    valid: Tensor | None = None,
+) -> Tensor:
+    """Add the leave-one-out returns of process rewards and of outcomes, whitened over all decisions (PRIME).
+
+    With μ_i the mean of r_i over its decisions and n samples in a group: r̂_it = (n r_it − Σ_j μ_j)/(n − 1);
+    A_it = whiten(Σ_{s≥t} γ^{s−t} r̂_is + R_i − mean_{j≠i} R_j), [B, T]. Missing samples are left out; 0 for a sample
+    alone. Cui et al., PRIME, arXiv 2502.01456, eq. 5 and its released code.
+    """
+    check_axes(reward=(reward, "B"), process_reward=(process_reward, "B T"), weight=(weight, "B T"))
+    present = weight != 0
+    values = torch.where(present, process_reward.detach().double(), 0.0)
+    mean = values.sum(1) / present.sum(1).clamp(min=1)
+    mask = present_entries(reward, valid) & torch.isfinite(mean) & present.any(1)
+    index, groups = group_index(group, len(reward), reward.device)
+    sums = group_sum(torch.stack([mask.double(), torch.where(mask, mean, 0.0)], 1), index, groups)[index]
+    n, total = sums[:, :1], sums[:, 1:]
+    centred = torch.where(n > 1, (n * values - total) / (n - 1).clamp(min=1), 0.0)
+    outcome = group_advantages(reward.double(), group, scale="none", baseline="leave_one_out", valid=mask)
+    returns = discounted_returns(centred, weight, gamma=gamma) + torch.where(mask, outcome, 0.0)[:, None]
+    return whiten(returns, present & mask[:, None], eps=eps).to(float32_dtype(reward))
 
 
 def _members(reward: Tensor, step: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

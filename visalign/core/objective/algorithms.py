@@ -150,6 +150,13 @@ NAMED: dict[str, Objective] = {
         source="Shao et al., DeepSeekMath, arXiv 2402.03300, section 4.1.3: process rewards in place of the outcome",
         advantage="process",
     ),
+    "prime": replace(
+        _GRPO,
+        source="Cui et al., PRIME, arXiv 2502.01456: leave-one-out returns of process rewards and of outcomes",
+        advantage="prime",
+        kl=0.0,
+        aggregation="token_mean",
+    ),
     "empg": _variant(
         "EMPG, arXiv 2509.09265 (k = k′ = 1, ζ = 0.1); the steps of a completion stand for turns",
         advantage="empg",

@@ -26,7 +26,7 @@ from visalign.core.advantages.entropy import (
     step_entropy,
 )
 from visalign.core.advantages.group import group_advantages, whiten
-from visalign.core.advantages.process import process_advantages
+from visalign.core.advantages.process import prime_advantages, process_advantages
 from visalign.core.groups.labels import Labels
 from visalign.core.rewards.entropy import phase_entropy_reward
 from visalign.core.rewards.terms import kl_in_reward, place_terminal
@@ -253,6 +253,7 @@ ADVANTAGES = {
     "rank_bonus": Stage(rank_bonus),
     "group_returns": Stage(group_returns, advantage=Stage(group_advantages, reward="outcome_reward")),
     "process": Stage(process),
+    "prime": Stage(prime_advantages, reward="outcome_reward"),
     "given": Stage(given),
 }
 """Name -> function from rewards to advantages [B] or [B, T], or to (advantages, returns [B, T])."""

@@ -7,10 +7,11 @@ T counts reasoning steps, tokens or denoising steps.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits, pad
+from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid, pad
 
 from visalign.core.checks import check_axes
 from visalign.core.groups.labels import Labels, group_index
@@ -65,9 +66,18 @@ def implicit_step_rewards(log_ratio: Tensor, weight: Tensor | None = None, *, be
     return ImplicitRewards(step=step, prefix=step.cumsum(1), total=step.sum(1))
 
 
-def implicit_prm_loss(log_ratio: Tensor, label: Tensor, weight: Tensor | None = None, *, beta: float = 0.05) -> Tensor:
+def implicit_prm_loss(
+    log_ratio: Tensor,
+    label: Tensor,
+    weight: Tensor | None = None,
+    *,
+    beta: float = 0.05,
+    form: Literal["cross_entropy", "nca", "kto"] = "cross_entropy",
+) -> Tensor:
     """Train the implicit reward model on outcomes: ℓ = −y ln σ(q) − (1 − y) ln σ(−q), q = β Σ_t w log r_t.
 
+    "nca" is −y ln σ(q) − ½ ln σ(−q) (of a right and a wrong completion together, arXiv 2402.05369, eq. 12), "kto"
+    y σ(z − q) + (1 − y) σ(q − z) with z = max(0, mean q) of the batch, without gradient (arXiv 2402.01306).
     `log_ratio` is log π_φ − log π_ref in nats, differentiable; `label` [B] is y in [0, 1], NaN if missing:
     loss and gradient are 0 there, so divide the sum by the number of labels. A large β saturates the loss.
     Returns [B]; ln 2 where π_φ = π_ref.
@@ -80,7 +90,14 @@ def implicit_prm_loss(log_ratio: Tensor, label: Tensor, weight: Tensor | None = 
     q = beta * (value if weight is None else value * weight).sum(1)
     labelled = torch.isfinite(label)
     target = torch.where(labelled, label, 0.5).to(q.dtype).detach()
-    return torch.where(labelled, binary_cross_entropy_with_logits(q, target, reduction="none"), 0.0)
+    if form == "kto":
+        level = q.detach()[labelled].mean().nan_to_num().clamp(min=0)
+        loss = target * (level - q).sigmoid() + (1 - target) * (q - level).sigmoid()
+    elif form == "nca":
+        loss = -target * logsigmoid(q) - 0.5 * logsigmoid(-q)
+    else:
+        loss = binary_cross_entropy_with_logits(q, target, reduction="none")
+    return torch.where(labelled, loss, 0.0)
 
 
 def progress_loss(contribution: Tensor, outcome: Tensor, weight: Tensor | None = None) -> Tensor:

@@ -3,8 +3,7 @@
 
 q = β Σ_t (log π_φ − log π_ref)(y_t) is the log-odds that a completion is right; cross-entropy on it moves
 π_φ, and the terms of the sum become rewards of tokens (`visalign.rewards.text.implicit_process_reward`).
-PRIME does this once per RL step on the policy's rollout, with one optimizer throughout: pass the same
-`trainer=label_trainer(policy.trainable_parameters(), FitSettings(epochs=1))` each time.
+The job text_process does so on stored completions, `process.online` on those of a run.
 
 Sources: Yuan et al., "Free process rewards without process labels", arXiv 2412.01981, section 3; Cui et al.,
     PRIME, arXiv 2502.01456.
@@ -13,6 +12,7 @@ Sources: Yuan et al., "Free process rewards without process labels", arXiv 2412.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,9 +21,8 @@ from visalign.core.rewards.steps import implicit_prm_loss
 from visalign.errors import UserError
 from visalign.text.policy_protocol import TextPolicy, model_log_prob, reference_log_prob
 from visalign.text.rollout import TextRollout
-from visalign.training.loop.trainer import Trainer
 
-from .label_fit import FitSettings, LabelFit, LabelOutputs, LabelReport, fit_labels, label_trainer
+from .label_fit import LabelOutputs
 
 
 class ImplicitTexts:
@@ -42,6 +41,7 @@ class ImplicitTexts:
         *,
         beta: float = 0.05,
         reference: TextPolicy | None = None,
+        form: Literal["cross_entropy", "nca", "kto"] = "cross_entropy",
     ) -> None:
         self.label = torch.as_tensor(label, dtype=torch.float32).cpu()
         if self.label.shape != (len(rollout),) or bool(((self.label < 0) | (self.label > 1)).any()):
@@ -50,6 +50,7 @@ class ImplicitTexts:
                 "1 (right), 0 (wrong), between, or NaN where the outcome is unknown."
             )
         self.model, self.policy, self.rollout, self.beta = policy.module, policy, rollout, beta
+        self.form: Literal["cross_entropy", "nca", "kto"] = form
         self.weight = (rollout.loss_mask != 0).float()
         self.rows = torch.nonzero((self.weight != 0).any(1) & torch.isfinite(self.label))[:, 0].tolist()
         self._reference = reference_log_prob(policy, rollout, reference=reference).cpu()
@@ -64,24 +65,5 @@ class ImplicitTexts:
         log_prob = model_log_prob(self.policy, self.rollout, index)
         log_ratio = log_prob - self._reference[index].to(log_prob.device)
         target, mask = self.label[index].to(log_ratio.device), self.weight[index].to(log_ratio.device)
-        loss = implicit_prm_loss(log_ratio, target, mask, beta=self.beta)
+        loss = implicit_prm_loss(log_ratio, target, mask, beta=self.beta, form=self.form)
         return LabelOutputs(odds=self.beta * (log_ratio.detach() * mask).sum(1), label=target, loss=loss)
-
-
-def train_implicit_process_reward(
-    policy: TextPolicy,
-    rollout: TextRollout,
-    label: Tensor | Sequence[float],
-    *,
-    settings: FitSettings | None = None,
-    beta: float = 0.05,
-    reference: TextPolicy | None = None,
-    trainer: Trainer[LabelFit] | None = None,
-) -> list[LabelReport]:
-    """Fit a language model to outcomes, in place; return loss and accuracy of each epoch.
-
-    The data are described at `ImplicitTexts`; the completions are the policy's own or another's. With `trainer` a
-    fit continues, else one begins by the settings.
-    """
-    texts = ImplicitTexts(policy, rollout, label, beta=beta, reference=reference)
-    return fit_labels(texts.outputs, texts.rows, trainer or label_trainer(policy.trainable_parameters(), settings))

@@ -25,11 +25,13 @@ from visalign.core.advantages.hidden_states import flow_deviation, flow_rewards
 from visalign.seeds import sample_seed
 from visalign.text import TextPolicy, TextRollout
 from visalign.text.steps import StepRewards
+from visalign.training.loop.processes import sum_gradients
 from visalign.training.policy.reference import Reference
 
+from .online_process import LearningReward
 from .settings import LatentFlowSettings
 
-KEY = "latent_flow"  # File stem of the networks in a checkpoint
+KEY = "latent_flow"
 DEPTHS = (0.25, 0.5, 0.75)  # Shares of the layers behind which states are taken; the paper's, as the constants below
 TIME = 0.8  # Time at which a state is compared with the flow
 KEEP, TOP, SCALE = 0.6, 15, 0.01
@@ -37,8 +39,10 @@ KEEP, TOP, SCALE = 0.6, 15, 0.01
 completion that are, and the penalty of the most deviant one in units of the advantage."""
 
 
-class LatentFlow:
-    """`ProcessReward` that learns from the run's right completions, on the reference's hidden states."""
+class LatentFlow(LearningReward):
+    """Flow that learns from the run's right completions, on the reference's hidden states."""
+
+    key = KEY
 
     def __init__(
         self,
@@ -49,15 +53,14 @@ class LatentFlow:
         seed: int,
         accelerator: Accelerator,
     ) -> None:
-        self.settings, self._reference, self._seed, self._accelerator = settings, reference, seed, accelerator
+        self.settings, self._reference, self._seed, self._iterations = settings, reference, seed, 0
         model: Any = policy
         self._hidden = model.hidden_states
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(sample_seed(seed, KEY))
             nets = [_network(model.hidden_size, settings.width) for _ in DEPTHS]
         self._nets = nn.ModuleList(nets).to(policy.device)
-        self._optimizer = torch.optim.AdamW(self._nets.parameters(), lr=settings.lr, weight_decay=0.0)
-        self._iterations, self._metrics = 0, dict[str, float]()
+        super().__init__(self._nets.named_parameters(), settings.lr, accelerator)
 
     def score_rollout(self, rollout: TextRollout) -> StepRewards:
         """Compute rewards ≤ 0 of the tokens; zeros during the warm-up."""
@@ -72,40 +75,26 @@ class LatentFlow:
         valid = torch.ones(count, dtype=torch.bool)
         return StepRewards(reward=reward, step=position, valid=valid, reason=[None] * count)
 
-    def learn(self, rollout: TextRollout, right: Tensor, iteration: int) -> None:
-        """Take steps of flow matching on the states of completions that are `right` [b]; all processes call it."""
-        accelerator = self._accelerator
+    def learn(self, rollout: TextRollout, outcome: Tensor, iteration: int) -> None:
+        """Take steps of flow matching on the states of completions whose `outcome` [b] is right."""
+        accelerator, right = self._accelerator, outcome >= self.settings.right_at  # False for NaN, a failed reward
         states = [states for _, states in self._states(rollout.rows(right.nonzero()[:, 0]))]
-        if not self._sum(float(sum(map(len, states)))):
+        if not self._sum(float(sum(map(len, states))))[0]:
             return
         generator = torch.Generator().manual_seed(sample_seed(self._seed, KEY, iteration, accelerator.process_index))
         joined = torch.cat(states) if states else None
         losses = [self._step(joined, generator) for _ in range(self.settings.steps)]
         self._iterations += 1
-        self._metrics = {"latent_flow/loss": fmean(losses)}
-
-    def metrics(self) -> dict[str, float]:
-        """Return the mean of (v − (h − ε))² over the last steps."""
-        return self._metrics
+        self._metrics = {"latent_flow/loss": fmean(losses)}  # Mean of (v − (h − ε))²
 
     def state(self) -> dict[str, Tensor]:
-        """Return networks and AdamW's moments, for a checkpoint."""
-        moments = self._optimizer.state_dict()["state"]
-        return {
-            "learnt": torch.tensor(self._iterations),
-            **{f"net.{name}": value.detach().clone() for name, value in self._nets.state_dict().items()},
-            **{f"adam.{i}.{name}": v.clone() for i, values in moments.items() for name, v in values.items()},
-        }
+        """Return networks, AdamW's moments and the passes made, for a checkpoint."""
+        return {"learnt": torch.tensor(self._iterations), **super().state()}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Continue from a checkpoint."""
         self._iterations = int(state["learnt"])
-        self._nets.load_state_dict({k.removeprefix("net."): v for k, v in state.items() if k.startswith("net.")})
-        moments: dict[int, dict[str, Tensor]] = {}
-        for key in [key for key in state if key.startswith("adam.")]:
-            _, number, name = key.split(".")
-            moments.setdefault(int(number), {})[name] = state[key].clone()
-        self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": moments})
+        super().load(state)
 
     def _states(self, rollout: TextRollout) -> Iterator[tuple[int, Tensor]]:
         """Yield (sample, states [T, L, H]), each state of mean 0 and variance 1."""
@@ -142,19 +131,11 @@ class LatentFlow:
                 end, start = h[:, depth], eps[:, depth]
                 velocity = net(torch.cat([(1 - t) * start + t * end, t], 1))
                 losses.append((velocity - (end - start)).square().mean(1).sum() / len(self._nets))
-        loss = torch.stack(losses).sum() / self._sum(float(tokens))
+        loss = torch.stack(losses).sum() / self._sum(float(tokens))[0]
         loss.backward()
-        if self._accelerator.num_processes > 1:
-            for parameter in self._nets.parameters():
-                gradient: Any = self._accelerator.reduce(parameter.grad, "sum")
-                parameter.grad = gradient
+        sum_gradients(self._nets.parameters(), self._accelerator)
         self._optimizer.step()
-        total: Any = self._accelerator.reduce(loss.detach(), "sum")
-        return float(total)
-
-    def _sum(self, value: float) -> float:
-        total: Any = self._accelerator.reduce(torch.tensor([value], device=self._accelerator.device), "sum")
-        return float(total)
+        return self._sum(float(loss.detach()))[0]
 
 
 def _network(size: int, width: int) -> nn.Module:

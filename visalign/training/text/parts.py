@@ -101,7 +101,7 @@ class TextParts:
         return getattr(self.policy, "tokenizer", None)
 
 
-PER_DECISION = ("gae", "remax", "reinforce_pp", "process", "group_returns")
+PER_DECISION = ("gae", "remax", "reinforce_pp", "prime", "process", "group_returns")
 """Advantages that take rewards of single tokens."""
 
 
@@ -121,8 +121,8 @@ def check_parts(parts: TextParts, *, name: str, dynamic: bool) -> None:
         f"{algorithm} adds rewards of single tokens to those of completions, and none are given. Set latent_flow={{}} "
         "(RLFR), or process.model to a process reward model.": parts.process is None and "process_reward" in needs,
         f"{algorithm} has one advantage per completion (advantage {objective.advantage}), so rewards of single steps "
-        f"(process, latent_flow) have no place in it. Use an advantage of {', '.join(PER_DECISION)} (the last two are "
-        "the algorithms grpo_process and rlfr), or process_reward in rewards.terms.": (
+        f"(process, latent_flow) have no place in it. Use an advantage of {', '.join(PER_DECISION)} (the last three "
+        "are the algorithms prime, grpo_process and rlfr), or process_reward in rewards.terms.": (
             parts.process is not None and objective.advantage not in PER_DECISION
         ),
         "rollout.routing_replay goes without demonstrations (ptx), whose tokens were never routed. Leave one of the "

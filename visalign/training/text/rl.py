@@ -43,8 +43,8 @@ from visalign.training.policy.winners import KEY as IMITATION_KEY
 
 from .collect import PendingRound, TextExperience, collect, sample_completions
 from .entropy_metrics import covariance_metrics, entropy_drop
-from .latent_flow import KEY as FLOW_KEY
 from .latent_flow import LatentFlow
+from .online_process import LearningReward
 from .parts import (
     CompletionGenerator,
     Demonstrations,
@@ -103,11 +103,13 @@ class TextRL(TextAlgorithm):
         self.policy = policy
         self._prefetcher = RolloutPrefetcher[PendingRound](self._sample, self.rollout.staleness)
         reward, reference = as_higher_is_better(reward), Reference(policy, self.settings)
-        self.flow: LatentFlow | None = None
+        self.learner = process if isinstance(process, LearningReward) else None
         if latent_flow is not None:
             if process is not None:
                 raise UserError("latent_flow and process both score steps. Leave one of the two out.")
-            self.flow = LatentFlow(policy, reference, latent_flow, seed=seed, accelerator=self.accelerator)
+            process = self.learner = LatentFlow(
+                policy, reference, latent_flow, seed=seed, accelerator=self.accelerator
+            )
         self.parts = TextParts(
             policy=policy,
             reference=reference,
@@ -120,7 +122,7 @@ class TextRL(TextAlgorithm):
             objective=base,
             value_model=value_model,
             log_partition=log_partition,
-            process=process if self.flow is None else self.flow,
+            process=process,
             demonstrations=demonstrations,
             seed=seed,
             accelerator=self.accelerator,
@@ -167,7 +169,7 @@ class TextRL(TextAlgorithm):
             "an engine that writes the completions": parts.generator is not parts.policy,
             "objective.balance_every": settings.balance_every is not None,
             "self_imitation": self.imitation is not None,
-            "latent_flow": self.flow is not None,
+            "latent_flow or process.online": self.learner is not None,
             "objective.reset_reference_every": settings.reset_reference_every is not None,
             "objective.reset_reference_above": settings.reset_reference_above is not None,
             "a reference (objective.changes.kl) without LoRA": needs_reference(self.parts.objective)
@@ -250,10 +252,9 @@ class TextRL(TextAlgorithm):
         else:
             add_gradient = partial(self._add_reward_gradient, run=run)
             steps = self.balance.prepare(experience, run, self.parameters(), prepare, add_gradient)
-        if self.flow is not None:
+        if self.learner is not None:
             outcome = sample_reward(replace(t, process_reward=None), 0.0)[experience.shares.own]
-            right = outcome >= self.flow.settings.right_at  # False for NaN, a failed reward
-            self.flow.learn(experience.rollout, right, run.counters.iteration)
+            self.learner.learn(experience.rollout, outcome, run.counters.iteration)
         if self.imitation is not None:
             self.imitation.keep(experience.rollout, experience.shares.own, t, steps, run)
         return steps
@@ -361,7 +362,7 @@ class TextRL(TextAlgorithm):
     def record(self, experience: TextExperience, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """Return metrics of the updates, and adapt the coefficients of PPO-KL and SAFE."""
         metrics = {**experience.signal, **update_metrics(sums)}
-        for part in (self.imitation, self.flow):
+        for part in (self.imitation, self.learner):
             metrics |= {} if part is None else part.metrics()
         self._last_kl = metrics.get("kl")
         if self.gate is not None:
@@ -421,5 +422,5 @@ class TextRL(TextAlgorithm):
 
     def _stateful(self) -> list[tuple[str, Any]]:
         """Parts whose state checkpoints hold, by file stem."""
-        parts = [(IMITATION_KEY, self.imitation), (FLOW_KEY, self.flow)]
-        return [(key, part) for key, part in parts if part is not None]
+        parts = [] if self.imitation is None else [(IMITATION_KEY, self.imitation)]
+        return parts if self.learner is None else [*parts, (self.learner.key, self.learner)]

@@ -193,6 +193,18 @@ class SelfImitationSettings(ReplaySettings):
         )
 
 
+@settings("process.online")
+class OnlineProcessSettings:
+    """Updates of an implicit process reward on the policy's own completions (PRIME, arXiv 2502.01456)."""
+
+    right_at: float = 1.0
+    """Reward from which a completion is right."""
+    lr: Positive = 1e-6
+    """Learning rate of its AdamW."""
+    batch: Count = 64
+    """Completions of an update; an iteration is a pass over its completions."""
+
+
 @settings("latent_flow")
 class LatentFlowSettings:
     """Flow over the hidden states of right completions: tokens that deviate from it are penalised (RLFR,
