@@ -72,7 +72,7 @@ def collect(
         Repeated, Option("--leave-out", help="Voter to leave out of --export and --report; repeat.")
     ] = None,
 ) -> None:
-    """Collect votes on images: a local page for people, judges that vote, agreement, a set to train on."""
+    """Collect votes on images or texts: a local page for people, judges that vote, agreement, a set to train on."""
     from visalign.pipelines.collect.store import Plan, VoteStore
     from visalign.pipelines.collect.tasks import QUALITY_WORDS, Form, gold_tasks, read_tasks
 

@@ -160,7 +160,7 @@ def agree(
         str,
         Argument(
             metavar="SET",
-            help="Table (image, prompt), folder, hub dataset, LAYOUT:FOLDER, shapes:pairs, shapes:quality.",
+            help="Table (image or completion, prompt), folder, hub dataset, LAYOUT:FOLDER, shapes:pairs, ...",
         ),
     ],
     reward: OptionalRewards = None,
@@ -177,7 +177,7 @@ def agree(
     seed: Seed = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Show how far rewards agree on a set: rank correlations, and the images they disagree on."""
+    """Show how far rewards agree on a set: rank correlations, and the images or texts they disagree on."""
     from visalign.data.sets.columns import Columns, parse_map, parse_scores
     from visalign.pipelines.compare.agree_rewards import ROWS, agree_rewards, read_set, write_agreement
     from visalign.pipelines.shared.reward_options import any_needs_prompt, load_each, with_cache

@@ -69,7 +69,7 @@ def evaluate(
     resamples: Annotated[int, Option(help="Number of bootstrap draws.", min=100, max=MOST_COUNTED)] = 1_000,
     bins: Annotated[int, Option(help="Number of bins in the reliability diagram.", min=1, max=1_000)] = 10,
 ) -> None:
-    """Measure rewards on a preference set or a quality set: agreement, calibration, correlation, slices."""
+    """Measure rewards on a preference or quality set of images or texts: agreement, calibration, slices."""
     with user_messages(resume=resume_line(resume) if output is not None else None):
         from visalign.data.sets.columns import Columns, parse_map, parse_scores
         from visalign.evaluation.pages.table_files import FOLDER

@@ -35,7 +35,7 @@ def probe_reward(
         Option(
             "--reference",
             "-i",
-            help="Table, folder or image to probe on. Default: the shapes world, or the text tasks.",
+            help="Table of images or texts, folder or image. Default: the shapes world, or the text tasks.",
         ),
     ] = None,
     prompt: Prompt = None,

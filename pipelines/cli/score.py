@@ -67,7 +67,7 @@ def score(
         str | None, Option(help="With --engine ray: HOST:PORT of a cluster's head. Default: this machine.")
     ] = None,
 ) -> None:
-    """Score images with one or more rewards. Exits with 1 if any image could not be scored; its row gives the
+    """Score images or texts with one or more rewards. Exits with 1 if any could not be scored; its row gives the
     reason."""
     on_ray, saved = engine == "ray", output or page
     local_options = {"--format": form, "--page": page, "--tables": tables, "--cache": cache}
