@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.models.language import save_tiny_language_model
-from tests.support.training.images import whole_and_resumed
+from tests.support.training.images import check_resume
 from tests.support.training.text import Letters, toy_policy, toy_text_trainer
 from visalign.adapters.causal_lm.lora import text_lora
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
@@ -238,19 +239,19 @@ def test_what_the_implicit_kind_refuses(inputs: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "bad").exists() and estimate(_implicit(inputs))["model"]["longest_text"] <= 48
 
 
-def _online(inputs: Path, folder: Path, iterations: int, **online: Any) -> Any:
+def _online(folder: Path, inputs: Path, run: dict[str, Any], **online: Any) -> Any:
     keys = ["objective.algorithm=prime", "process.beta=0.5", "process.unit=token", "process.separator=e"]
     given = [*keys, f"process.model={inputs}/model", f"process.reference={inputs}/model"]
     config = load_config(TextGRPOConfig, None, [*given, f"process.online={json.dumps(online)}"])
     policy = CausalLMPolicy.from_pretrained(inputs / "model")
     process = build_process(config, policy)
-    options: Any = {"policy": policy, "process": process, "reward": Letters("a"), "run": {"iterations": iterations}}
+    options: Any = {"policy": policy, "process": process, "reward": Letters("a"), "run": run}
     return toy_text_trainer(folder, "prime", **options)
 
 
 def test_the_process_reward_learns_from_the_policys_own_outcomes(inputs: Path, tmp_path: Path) -> None:
     """PRIME: the first iteration has the loss ln 2 and moves the reward, which pays the second by its log-ratios."""
-    trainer = _online(inputs, tmp_path, 3, right_at=0.05, lr=1e-2, batch=100)
+    trainer = _online(tmp_path, inputs, {}, right_at=0.05, lr=1e-2, batch=100)
     learner = trainer.algorithm.learner
     start = [parameter.detach().clone() for parameter in learner.named.values()]
     first = trainer.iterate()
@@ -267,11 +268,8 @@ def test_the_process_reward_learns_from_the_policys_own_outcomes(inputs: Path, t
 
 
 def test_a_resumed_prime_is_the_uninterrupted_one(inputs: Path, tmp_path: Path) -> None:
-    def make(folder: Path, iterations: int) -> Any:
-        return _online(inputs, folder, iterations, right_at=0.05, lr=1e-3, batch=5)
-
-    whole, resumed, _ = whole_and_resumed(make, tmp_path, 1, 3)
-    assert whole == resumed and "process_reward.safetensors" in whole[1]
+    whole, _ = check_resume(partial(_online, inputs=inputs, right_at=0.05, lr=1e-3, batch=5), tmp_path, 1, 3)
+    assert "process_reward.safetensors" in whole[1]
 
 
 @pytest.mark.parametrize(
