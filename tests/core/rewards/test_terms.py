@@ -16,7 +16,6 @@ from visalign.core.rewards.terms import (
     kl_in_reward,
     penalty_kl_coefficient,
     place_terminal,
-    soft_overlong,
 )
 
 NAN = float("nan")
@@ -73,14 +72,6 @@ def test_penalty_coefficient(kl: float, factor: float) -> None:
 def test_constraint_multiplier(multiplier: float, value: float, expected: float) -> None:
     result = constraint_multiplier(multiplier, value, bound=0.5, rate=0.5)
     assert result.item() == pytest.approx(expected) and result.dtype == torch.float64
-
-
-def test_soft_overlong() -> None:
-    length = torch.tensor([0, 80, 81, 90, 99, 100, 101, 10_000])
-    expected = torch.tensor([0, 0, -0.05, -0.5, -0.95, -1, -1, -1])
-    torch.testing.assert_close(soft_overlong(length, max_length=100, cache=20), expected)
-    assert soft_overlong(length.double(), max_length=100, cache=100)[0] == 0
-    assert soft_overlong(length.half(), max_length=100, cache=20).dtype == torch.float32
 
 
 def test_filter_overlong() -> None:

@@ -23,7 +23,6 @@ from visalign.core.tokens.selection_rules import (
     clip_v_keep,
     clip_v_thresholds,
     discriminator_scores,
-    entropy_discriminator,
 )
 from visalign.core.tokens.steer import steer_change, steer_thresholds, steer_weights
 
@@ -38,15 +37,6 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 def entropy_of(logits: Tensor) -> Tensor:
     return torch.distributions.Categorical(logits=logits).entropy()
-
-
-def test_discriminator_worked_example() -> None:
-    scores = discriminator_scores(torch.tensor([1.0, 0.0, -1.0]))
-    assert scores.entropy.item() == pytest.approx(0.8324, abs=5e-5)
-    assert scores.score.tolist() == pytest.approx([0.2826, -0.1408, -0.1418], abs=6e-5)
-    assert scores.expected.item() == pytest.approx(0.14077, abs=1e-5)
-    log_p = torch.tensor([1.0, 0.0, -1.0]).double().log_softmax(0)
-    torch.testing.assert_close(entropy_discriminator(log_p, scores.entropy.expand(3)), scores.score)
 
 
 def test_discriminator_gives_the_exact_entropy_change_of_a_logit_step() -> None:
