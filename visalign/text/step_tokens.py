@@ -86,6 +86,6 @@ def step_logits(model: nn.Module, batch: Sequence[StepTokens], *, right_label: i
             f"The process reward model gave logits {tuple(logits.shape)} for tokens {tuple(ids.shape)}; "
             "needed are two per token, or one. Load it as a token classifier with num_labels=2, or 1."
         )
-    places = torch.tensor([(row, end) for row, tokens in enumerate(batch) for end in tokens.ends], device=device)
-    scores = logits[places[:, 0], places[:, 1]].float()
+    positions = torch.tensor([(row, end) for row, tokens in enumerate(batch) for end in tokens.ends], device=device)
+    scores = logits[positions[:, 0], positions[:, 1]].float()
     return scores[:, 0] if scores.shape[1] == 1 else scores[:, right_label] - scores[:, 1 - right_label]

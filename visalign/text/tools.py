@@ -91,8 +91,8 @@ class ToolPolicy:
         sample_seeds = draw_seeds(seeds, len(prompts) * num_generations)
         sampling, stopping = sampling or Sampling(), stopping or StoppingCriteria()
         labels = range(len(prompts)) if group is None else group
-        shown = [()] * len(prompts) if images is None else images
-        rows = [row for row in zip(prompts, labels, shown, strict=True) for _ in range(num_generations)]
+        image_lists = [()] * len(prompts) if images is None else images
+        rows = [row for row in zip(prompts, labels, image_lists, strict=True) for _ in range(num_generations)]
         samples = [_Sample(*row, seed) for row, seed in zip(rows, sample_seeds, strict=True)]
         if isinstance(self.use, ChatTurns):
             self._begin(self.use, samples)
@@ -224,11 +224,11 @@ class ToolPolicy:
         """Append what was not drawn: pieces of the template with its special tokens, and answers, cut if too long."""
         was_cut = False
         for text, from_template in pieces:
-            most = len(text) if from_template else self.use.max_answer_tokens
-            text = text if from_template else text[: CHARACTERS * most + 1]
+            limit = len(text) if from_template else self.use.max_answer_tokens
+            text = text if from_template else text[: CHARACTERS * limit + 1]
             ids = self.tokenizer(text, add_special_tokens=False, split_special_tokens=not from_template)["input_ids"]
-            was_cut |= len(ids) > most or (len(text) > CHARACTERS * most and not from_template)
-            sample.tokens += [_Token(int(token)) for token in ids[:most]]
+            was_cut |= len(ids) > limit or (len(text) > CHARACTERS * limit and not from_template)
+            sample.tokens += [_Token(int(token)) for token in ids[:limit]]
         sample.trace = replace(sample.trace, calls=sample.trace.calls + 1, cut=sample.trace.cut + was_cut)
 
     def _rollout(self, samples: Sequence[_Sample], sampling: Sampling, *, has_images: bool) -> TextRollout:

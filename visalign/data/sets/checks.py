@@ -112,7 +112,7 @@ def shared_images(sets: Mapping[str, Iterable[str]]) -> list[tuple[Item, Item]]:
 def refuse_shared_images(sets: Mapping[str, Iterable[str]], *, what: str) -> None:
     """Refuse sets that share an image; `what` says which, e.g. "of data.heldout are also in data.train"."""
     if shared := shared_images(sets):
-        names = [f"'{one}' ({name}) is '{other}' ({other_name})" for (one, name), (other, other_name) in shared]
+        names = [f"'{file}' ({name}) is '{other}' ({other_name})" for (file, name), (other, other_name) in shared]
         raise UserError(
             f"{len(names)} images {what}: {listed(names)}. Training and test would share them. Take each out "
             "of one of them."
@@ -245,8 +245,8 @@ def _across_sets(keyed: Iterable[tuple[Hashable, Item]]) -> list[tuple[Item, Ite
     groups: dict[Hashable, list[Item]] = {}
     for key, item in keyed:
         groups.setdefault(key, []).append(item)
-    others = [(group[0], [item for item in group if item[1] != group[0][1]]) for group in groups.values()]
-    return [(first, rest[0]) for first, rest in others if rest]
+    by_group = [(group[0], [item for item in group if item[1] != group[0][1]]) for group in groups.values()]
+    return [(first, rest[0]) for first, rest in by_group if rest]
 
 
 def _one_side(pairs: PreferenceSet, judge_sees_sides: bool) -> list[Finding]:

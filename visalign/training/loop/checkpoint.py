@@ -128,8 +128,8 @@ def _complete(
             "processes wrote. The half-written files were removed and earlier checkpoints are untouched. Let "
             "the run write where all its machines share one folder, and run the same command with --resume."
         )
-    for stem, named in tensors.items():
-        undivided = {name: t for name, t in named.items() if not isinstance(t, DTensor)}
+    for stem, group in tensors.items():
+        undivided = {name: t for name, t in group.items() if not isinstance(t, DTensor)}
         copies = {name: t.detach().cpu().contiguous().clone() for name, t in undivided.items()}
         save_file(copies, temporary / f"{stem}.safetensors")
     _write_json(temporary / "state.json", state)
@@ -154,8 +154,8 @@ def _complete(
 
 def _divided(tensors: Tensors) -> dict[str, Tensor]:
     """Select the tensors that are divided among processes: "stem/name" -> tensor."""
-    named = ((f"{stem}/{name}", value) for stem, group in tensors.items() for name, value in group.items())
-    return {name: value for name, value in named if isinstance(value, DTensor)}
+    items = ((f"{stem}/{name}", value) for stem, group in tensors.items() for name, value in group.items())
+    return {name: value for name, value in items if isinstance(value, DTensor)}
 
 
 def not_finite(weights: Mapping[str, Tensor]) -> list[str]:

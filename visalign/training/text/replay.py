@@ -95,8 +95,8 @@ class TextReplay(nn.Module):
         out = self._policy.log_probs(rollout, rows, statistic=self._nucleus)
         log_prob = out.log_prob
         if not len(rows) and is_divided(self):  # the other processes wait for its part of the weights
-            one = torch.ones(1, 1)
-            token = undrawn_rollout(0 * one.long(), one, 0 * one.long(), one)
+            mask = torch.ones(1, 1)
+            token = undrawn_rollout(0 * mask.long(), mask, 0 * mask.long(), mask)
             log_prob = log_prob + 0.0 * self._policy.log_probs(token).log_prob.sum()
         elif not len(rows):  # DDP waits for the gradients of every process
             trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
