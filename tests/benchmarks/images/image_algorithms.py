@@ -225,8 +225,8 @@ def leads(folders: dict[str, list[Path]]) -> str:
         if runs:
             ends = [[load_heldout(run / "after.npz") for run in side] for side in zip(*runs, strict=True)]
             prompts = [prompt for end in ends[0] for prompt in end.prompts]
-            sides = [np.concatenate([end.outcome() for end in side]) for side in ends]
-            found = paired_bootstrap(*sides, prompts, generator=torch.Generator().manual_seed(0))
+            before, after = (np.concatenate([end.outcome() for end in side]) for side in ends)
+            found = paired_bootstrap(before, after, prompts, generator=torch.Generator().manual_seed(0))
             lines.append(f"| {name} | {found.estimate:+.3f} | {found.low:+.3f} to {found.high:+.3f} |")
     return "\n".join(lines)
 

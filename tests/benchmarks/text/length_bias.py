@@ -21,7 +21,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -36,7 +36,7 @@ TASKS, LEVELS, BIASED = ("reverse", "nth", "unique", "evens"), (1, 2), 0.5
 ARMS = {"all pairs": ("biased", False), "balanced": ("biased", True), "true labels": ("true", False)}
 
 
-def pairs(count: int, seed: int, split: str) -> list[dict[str, Any]]:
+def pairs(count: int, seed: int, split: Literal["train", "heldout"]) -> list[dict[str, Any]]:
     """Draw pairs with their true labels: prompt, chosen, rejected."""
     rng, rows = np.random.default_rng([seed, 71]), []
     for task in text_tasks(count, seed=seed, split=split, tasks=TASKS, levels=LEVELS):

@@ -109,8 +109,8 @@ def lead(folder: Path, other: Path, seeds: Sequence[int], policy: str) -> str:
     """Write the lead of a policy over that of the other folder in verified accuracy."""
     ends = [[load_heldout(f / str(seed) / policy / "after.npz") for seed in seeds] for f in (other, folder)]
     prompts = [prompt for end in ends[0] for prompt in end.prompts]
-    sides = [np.concatenate([end.outcome() for end in side]) for side in ends]
-    found = paired_bootstrap(*sides, prompts, generator=torch.Generator().manual_seed(0))
+    before, after = (np.concatenate([end.outcome() for end in side]) for side in ends)
+    found = paired_bootstrap(before, after, prompts, generator=torch.Generator().manual_seed(0))
     return f"{found.estimate:+.3f} ({found.low:+.3f} to {found.high:+.3f})"
 
 
