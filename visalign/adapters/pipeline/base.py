@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
@@ -22,7 +23,7 @@ from .lora import LoraStart, load_lora, save_lora
 from .quantization import dtype_of
 
 
-class DiffusersPolicy:
+class DiffusersPolicy(ABC):
     """Base of `PipelinePolicy` and `SD3Policy`."""
 
     pipe: Any
@@ -46,8 +47,9 @@ class DiffusersPolicy:
             self._image_size = size
             self.__dict__.pop("_encoder", None)  # what it measured was of the other size
 
+    @abstractmethod
     def _resize(self, size: int | tuple[int, int] | None) -> None:
-        raise NotImplementedError
+        """Set what depends on the image size; None is the model's own."""
 
     @property
     def device(self) -> torch.device:
