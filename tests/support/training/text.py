@@ -100,7 +100,7 @@ def toy_text_trainer(
             arguments["value_model"] = ValueModel(trunk, critics=2 if algorithm == "safe" else 1)
     if built.surrogate == "flow_balance":
         arguments.setdefault("log_partition", PromptLogPartition(policy))
-    if built.advantage in ("group_returns", "process") and "process" not in arguments:
+    if built.advantage in ("group_returns", "process", "prime") and "process" not in arguments:
         flow = LatentFlowSettings(warmup=0, width=8, batch=64, steps=2, right_at=0.1)
         arguments.setdefault("latent_flow", flow)
     if built.ptx:
