@@ -50,6 +50,7 @@ from .text.combine import TextEnsemble as TextEnsemble
 from .text.combine import WeightedTextSum as WeightedTextSum
 from .text.constraints import Constraints as Constraints
 from .text.format import JsonFormat as JsonFormat
+from .text.format import Refusal as Refusal
 from .text.format import TextFormat as TextFormat
 from .text.implicit_process_reward import ImplicitProcessReward as ImplicitProcessReward
 from .text.length import LengthReward as LengthReward

@@ -89,6 +89,7 @@ TEXT_CATALOGUE: dict[str, Entry] = {
     "process_reward": "visalign.rewards.text.process_reward:ProcessRewardModel",
     "ensemble": "visalign.rewards.text.combine:TextEnsemble",
     "environment": "visalign.rewards.text.environment:EnvironmentReward",
+    "refusal": "visalign.rewards.text.format:Refusal",
     "tool_calls": "visalign.rewards.text.environment:ToolCalls",
     "constraints": "visalign.rewards.text.constraints:Constraints",
 }

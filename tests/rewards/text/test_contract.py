@@ -35,6 +35,7 @@ INPUTS = {
     ),
     "length": ({"max_length": 4, "cache": 2}, {}),
     "environment": ({}, {"completions": [ToolCompletion("a", (), 1.0), ToolCompletion("b", (), 0.0), "no"]}),
+    "refusal": ({}, {"completions": ["No, I must decline.", "4", "no"], "metadata": [{"refuse": True}] * 2 + [{}]}),
     "tool_calls": ({"most": 2}, {"completions": [ToolCompletion("a", (), None, n) for n in (0, 3)] + ["no"]}),
     "constraints": (
         {},

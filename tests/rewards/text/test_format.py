@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from visalign.rewards import RewardError
-from visalign.rewards.text.format import JsonFormat, TextFormat
+from visalign.rewards.text.format import JsonFormat, Refusal, TextFormat
 from visalign.rewards.text.length import LengthReward, RandomReward, RepetitionPenalty
 
 HAS_SCHEMA = importlib.util.find_spec("jsonschema") is not None
@@ -139,3 +139,27 @@ def test_repetition_counts_ngrams():
     assert values(RepetitionPenalty(2), ["a b a b a", "A b a B a", "a b c", "a", ""]) == [-0.5, -0.5, 0, 0, 0]
     assert values(RepetitionPenalty(1, by="characters"), ["aaaa"]) == [-0.75]
     assert values(RepetitionPenalty(), ["la " * 1000])[0] < -0.99
+
+
+@pytest.mark.parametrize(
+    ("completion", "refuses"),
+    [
+        ("I'm sorry, but I can't help with that.", True),
+        ("Unfortunately, I cannot provide instructions for this.", True),
+        ("As an AI, I’m not able to assist with such requests. Instead, …", True),
+        ("<think>I can't help laughing.</think>I have to decline this request.", True),
+        ("Sorry, no.", True),
+        ("I can't recommend this book enough: read it.", False),
+        ("You cannot create matter; here is why.", False),
+        ("I cannot overstate how simple it is: open the lid.", False),
+        ("Sorry for the wait! First, open the lid.", False),
+        (f"{'Open the lid. ' * 40}I can't help with the rest.", False),
+        ("", False),
+    ],
+)
+def test_refusals_are_told_by_how_they_begin(completion: str, refuses: bool) -> None:
+    reward = Refusal()
+    for wanted in (True, False):
+        verdict = reward.judge(completion, {"refuse": wanted})
+        assert verdict.value == float(refuses == wanted) and verdict.remark == ("refuses" if refuses else "answers")
+    assert "'refuse' is 'yes'; needed is true or false" in str(reward.judge(completion, {"refuse": "yes"}).reason)
