@@ -187,15 +187,7 @@ def _with_references(label: str, judge: Any, term: RewardTerm) -> Any:
 
 def prompt_strata(records: Records, balance: bool) -> list[str] | None:
     """Return the tag (else the task) of each prompt, with data.balance, which gives each as many groups."""
-    if not balance:
-        return None
-    labels = [str(record.get("tag", record.get("task", ""))) for record in records]
-    if len(set(labels)) == 1:
-        raise UserError(
-            f"data.balance is true, and all prompts of data.train are of one kind, {labels[0]!r}. Their field tag, or "
-            "task, names it: add it, or set data.balance=false."
-        )
-    return labels
+    return [str(record.get("tag", record.get("task", ""))) for record in records] if balance else None
 
 
 def first_routed(records: Records, term: RewardTerm) -> Mapping[str, Any]:

@@ -17,8 +17,8 @@ from visalign.pipelines.cli.app import app
 IMAGES = (
     "run.iterations=1",
     "rollout.prompts_per_iteration=2",
-    "rollout.group_size=3",
-    "rollout.batch_size=6",
+    "rollout.group_size=4",
+    "rollout.batch_size=8",
     "optimizer.micro_batch=8",
     "data.heldout=few.jsonl",
     "evaluation.seeds=[0]",

@@ -79,7 +79,7 @@ def step_for(name: str, **options: float) -> tuple[Trajectories, PolicyOutput]:
     row = NAMED[name]
     if row.decisions is not None:
         trajectories = replace(trajectories, decisions=row.decisions)
-    if row.advantage in ("group_returns", "process"):
+    if row.advantage in ("group_returns", "process", "prime"):
         trajectories = replace(trajectories, process_reward=0.1 * trajectories.old_log_prob)
     if row.step_weight != "uniform":
         trajectories = replace(trajectories, loss_weight=torch.linspace(1, 9, 6).double().expand(8, 6))

@@ -206,7 +206,7 @@ def test_full_fine_tuning_saves_a_pipeline(inputs, tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("rollout.group_size=1", "group_size' .*got 1 .*greater than or equal to 2"),
+        ("rollout.group_size=1", r"group_size is 1; a group is compared with itself.*2 or more"),
         ("evaluation.correctness=clip", r"evaluation.correctness is 'clip', which is no label"),
         ("data={cycle: [colors], balance: false}", r"set data\.balance=true"),
         ("rollout.image_sizes=[16, 32]", r"window is 1 and .* has 2: .* to a multiple of 2"),

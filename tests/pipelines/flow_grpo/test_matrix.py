@@ -90,7 +90,7 @@ _SEEN = {*KINDS, "reinforce_pp"}
 KINDS |= {
     name: (f"objective={{algorithm: {name}, changes: {{levels: 2}}}}",)
     for name, row in REGRESSIONS.items()
-    if name not in _SEEN and row.anchor != "expert"
+    if name not in _SEEN and row.anchor != "expert" and not row.learns_alike
 }
 KINDS |= {
     name: (f"objective.algorithm={name}",) for name, row in NAMED.items() if name not in _SEEN and _on_steps(name, row)

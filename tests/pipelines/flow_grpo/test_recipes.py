@@ -41,7 +41,7 @@ MODELS = {"sd35": "sd3", "flux1": "flux", "sd15": "sd15"}
 ALGORITHMS = {
     path.stem: MODELS.get(path.stem.partition("_")[0], "")
     for path in sorted(CONFIGS.glob("*.yaml"))
-    if path.stem not in RECIPES and not path.stem.startswith(("shapes_", "text_"))
+    if path.stem not in RECIPES and not path.stem.startswith(("sft_images", "shapes_", "text_"))
 }
 """Of an algorithm: what each trains by is trained in test_matrix.py."""
 

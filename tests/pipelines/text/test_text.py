@@ -174,6 +174,7 @@ def test_packaged_configurations_are_whole(name, tmp_path):
     overrides = {
         "text_process": [f"data.train={judged}"],
         "text_reward_hh": ["data.train=tasks:train", "data.heldout=0.1"],
+        "text_judge_grpo": ["data.train=tasks:train", "model.path=tasks-qwen3", "model.template={}"],
     }
     job = load_job(name, overrides.get(name, []))
     plan = job.plan(job.config)

@@ -10,7 +10,7 @@ TEXT_ONLY = (
     "tokens", "length_mean", "repetition", "truncated_share", "entropy", "engine_gap", "groups/*",
     "tools/*", "latent_flow/*", "replay/*", "penalty", "value_explained", "perplexity", "rewards/*",
     "logps/*", "label_mean", "entropy_token", "entropy_answer", "entropy_drop", "entropy_drop_foreseen",
-    "covariance/*",
+    "covariance/*", "process_reward/*",
 )  # fmt: skip
 """Keys of text policies only."""
 

@@ -399,6 +399,8 @@ def _needs_samples(objective: DiffusionObjectiveSettings) -> bool:
 
 def check_sampling(objective: DiffusionObjectiveSettings, rollout: RolloutSettings, *, stored: bool = False) -> None:
     """Refuse an objective and a rollout, or with `stored` stored pairs of images, that do not fit each other."""
+    row = objective.regression
+    check_batch_algebra(rollout.prompts_per_iteration, rollout.group_size, compared=row is None or row.compares)
     refuse(_conflicts(objective, rollout, stored))
 
 
