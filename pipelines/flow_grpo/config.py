@@ -255,6 +255,8 @@ def _unfit_images(s: FlowGRPOConfig) -> Iterator[str]:
             f"{name} learns every image alike, and data.pairs says which are better. Take diffusion_dpo, or give "
             "images with captions as data.images."
         )
+    if data.caption_dropout == 1:
+        yield "data.caption_dropout is 1, which leaves no caption to learn. Set it below 1, e.g. 0.1."
     if data.images is None and (data.caption_dropout or data.images_size):
         yield "data.caption_dropout and data.images_size are of data.images, and there are none. Leave them out."
     if data.images is not None and data.balance:
@@ -262,6 +264,12 @@ def _unfit_images(s: FlowGRPOConfig) -> Iterator[str]:
 
 
 def _broken_rules(s: FlowGRPOConfig) -> Iterator[str]:
+    for label, term in s.rewarded.items():
+        if term.options.get("over") == "sets" and s.rollout.group_size % 2:
+            yield (
+                f"rewards.terms.{label}.options.over is sets, which parts the pairs of a group, and "
+                f"rollout.group_size is {s.rollout.group_size}. Set it to an even number."
+            )
     if s.data.cycle is not None and not s.data.balance:
         yield "data.cycle orders the tags of a balanced set; set data.balance=true with it."
     if s.comparison is not None and s.comparison.budget is not None and s.comparison.hard:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from visalign.adapters.catalogue import edits_of, joins_sources
+from visalign.adapters.catalogue import edits_of, has_two_halves, joins_sources
 from visalign.data.sets.prompt_files import Edits, listed_sources, record_key
 from visalign.errors import UserError, suggestion
 from visalign.evaluation.heldout.correctness import check_judge
@@ -142,7 +142,11 @@ def _check_method(config: FlowGRPOConfig, reward: Any, records: Records, strata:
     size = rollout.prompts_per_iteration, rollout.group_size
     check_processes(objective, rollout, reward, world)
     # built for its refusals: the algorithm makes its own, but only once the model is there
-    order: dict[str, Any] = {"strata": strata, "cycle": config.data.cycle, "compared": not config.data.images}
+    order: dict[str, Any] = {
+        "strata": strata,
+        "cycle": config.data.cycle,
+        "compared": objective.regression is None or objective.regression.compares,
+    }
     PromptSampler(len(records), *size, config.seed, **order)
     renewed = any(term.references and term.references.every for term in config.rewarded.values())
     objective.check_reward(reward, renewed=renewed)
@@ -150,6 +154,12 @@ def _check_method(config: FlowGRPOConfig, reward: Any, records: Records, strata:
     check_more_samples(objective, rollout, *more, reward=reward, renewed=renewed)
     if objective.ascent is not None:
         check_differentiable(reward)
+    model = config.model
+    if config.data.images and has_two_halves(model.described_by, model.adapter, model.guidance):
+        raise UserError(
+            f"model.guidance is {model.guidance}, and captions teach the velocity that guidance adds up, not its sum. "
+            "Set model.guidance=null, and give a scale when you sample."
+        )
     if objective.experts:
         check_experts(objective.experts, records)
 

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain, islice
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,18 @@ from torch import Tensor
 from visalign.data.sets.checks import check_preferences, summed_votes, without_duplicates
 from visalign.data.sets.columns import Columns
 from visalign.data.sets.hub_datasets import find_table
-from visalign.data.sets.image_references import TAR, resolve_image, tar_members
+from visalign.data.sets.image_references import SHAPES, TAR, resolve_image
 from visalign.data.sets.prompt_files import Edits, check_sources, source_of
 from visalign.data.sets.records import PreferenceSet, QualitySet
 from visalign.data.sets.sources import CAPTIONED, is_named_set, load_source, shapes_images
 from visalign.data.sets.tables import listed
 from visalign.errors import UserError
-from visalign.pipelines.score.image_rows import IMAGE_ENDINGS, ImageRow
+from visalign.pipelines.score.image_rows import SAMPLED, ImageRow
 from visalign.pipelines.shared.parts import Records, Row, check_images, check_texts, name_key, read_images
 from visalign.training.diffusion.samples import Stored
 
+ORIENTATION = 0x0112  # EXIF: 5 to 8 are lying on their side
+SHAPES_IMAGES = 2000  # Images of shapes:images where data.images_size names no number
 READ = 32  # Images that are in memory as files have them
 _SOURCES = (
     'Give each pair one in a column "source", a path such as cup.png, or as `visalign sample` leaves it, '
@@ -80,33 +83,20 @@ def read_captioned(
     source: str, edits: Edits, limit: int | None, sizes: Sequence[Any] | None, names: Mapping[str, str]
 ) -> tuple[Records, tuple[str, ...]]:
     """Read the images with captions of `data.images`, each the only candidate of its record, and notes on those left
-    out. With `sizes` a record's "bucket" is the number of the size whose shape is nearest.
+    out. Each image is decoded once. With `sizes` a record's "bucket" is the number of the size of the nearest shape.
     """
-    from visalign.pipelines.score.parts import TARS, ScoringOptions, find_parts, read_part
-
     shapes = [math.log(size[0] / size[1]) if isinstance(size, list | tuple) else 0.0 for size in sizes or [1]]
     records: list[dict[str, Any]] = []
-    unreadable: list[str] = []
+    left_out: list[str] = []
     with name_key("data.images"):
-        if source == CAPTIONED:
-            rows = [ImageRow(image=image, prompt=prompt) for image, prompt in shapes_images(limit or 2000)]
-        else:
-            path = Path(source)
-            if path.name.endswith(TARS[1:]):
-                raise UserError(
-                    f"'{source}' is compressed, and images are read from where they lie. Unpack it to .tar."
-                )
-            options = ScoringOptions(rewards=[], needs_prompt=False, names=names)
-            parts = find_parts([find_table(path)])
-            rows = islice(chain.from_iterable(read_part(part, options) for part in parts), limit)
-        for row in rows:
-            image = _in_tar(row.image) if row.content is not None and "://" not in row.image else row.image
-            if (reason := row.reason or (None if row.prompt else "it has no caption")) is None:
-                shape, reason = _shape(image)
+        rows = list(islice(_captioned_rows(source, limit, names), limit))
+        with ThreadPoolExecutor() as pool:
+            read = list(pool.map(_shape, rows))
+        for row, (shape, reason) in zip(rows, read, strict=True):
             if reason is not None:
-                unreadable.append(f"{row.image} ({reason})")
+                left_out.append(f"{row.image} ({reason})")
                 continue
-            candidate = {"image": image, "preference": 1.0, "where": f"'{source}'"}
+            candidate = {"image": row.image, "preference": 1.0, "where": f"'{source}'"}
             record: dict[str, Any] = {"prompt": row.prompt, "tag": "", "candidates": [candidate]}
             if sizes:
                 record["bucket"] = min(range(len(shapes)), key=lambda i: abs(shapes[i] - shape))
@@ -114,37 +104,57 @@ def read_captioned(
                 record["source"] = edited
             records.append(record)
         if not records:
-            raise UserError(f"'{source}' has no image with a caption that can be read: {listed(unreadable)}.")
+            raise UserError(f"'{source}' has no image with a caption that can be read: {listed(left_out)}.")
         check_texts(records)
         if edits != "none":
-            rows_named = [(f"'{source}'", record) for record in records]
-            check_sources(rows_named, needed=edits == "needed", several=True, remedy=_SOURCES)
-    left_out = f"data.images: {len(unreadable)} images are left out: {listed(unreadable)}."
-    return records, (left_out,) if unreadable else ()
+            check_sources(
+                ((f"'{source}'", r) for r in records), needed=edits == "needed", several=True, remedy=_SOURCES
+            )
+    notes = [f"data.images: left out, of {len(rows)} images: {len(left_out)}. {listed(left_out)}."] if left_out else []
+    if len(rows) == limit and source != CAPTIONED:
+        notes.append(f"data.images: the first {limit} images are read (data.images_size).")
+    return records, tuple(notes)
 
 
-def _shape(image: str) -> tuple[float, str | None]:
-    """Read (log of height over width, None) of an image without decoding it, or why it cannot be read."""
+def _captioned_rows(source: str, limit: int | None, names: Mapping[str, str]) -> Iterator[ImageRow]:
+    """Read the images of a named set, a folder, a table, or tar files, with their captions."""
+    from visalign.pipelines.score.parts import TARS, ScoringOptions, check_part, find_parts, read_part
+
+    if source == CAPTIONED:
+        yield from (ImageRow(image=image, prompt=prompt) for image, prompt in shapes_images(limit or SHAPES_IMAGES))
+        return
+    path = find_table(Path(source))
+    if not path.exists():
+        raise UserError(f"'{source}' does not exist. Give a folder of images with captions, a table, or {CAPTIONED}.")
+    tables = sorted(path.rglob(SAMPLED)) if path.is_dir() else []  # as `visalign sample` and rollout.keep_images write
+    for part in (part for item in tables or [path] for part in find_parts([item])):
+        if not isinstance(part.source, tuple):
+            if part.source.name.lower().endswith(TARS) and part.source.suffix != ".tar":
+                raise UserError(
+                    f"'{part.source}' is compressed or not named .tar: images are read where they lie. "
+                    "Unpack it to .tar."
+                )
+            check_part(part, ScoringOptions(rewards=[], names=names))
+        for row in read_part(part, ScoringOptions(rewards=[], needs_prompt=False, names=names)):
+            yield replace(row, content=None, image=f"{TAR}{part.source}#{row.member}" if row.member else row.image)
+
+
+def _shape(row: ImageRow) -> tuple[float, str | None]:
+    """Return (log of height over width as shown, None) of a row's image, or why it cannot be learnt."""
+    if row.reason or not row.prompt:
+        return 0.0, row.reason or "it has no caption"
+    if row.image.startswith(SHAPES):  # drawn when they are learnt, and square
+        return 0.0, None
     try:
-        content = resolve_image(image)
-        if not isinstance(content, str):
-            height, width = content.shape[:2] if hasattr(content, "shape") else content.size[::-1]
-        else:
-            with Image.open(content) as opened:
-                width, height = opened.size
-    except (UserError, OSError, ValueError, Image.DecompressionBombError) as error:
-        return 0.0, str(error)
-    return math.log(height / width), None
-
-
-def _in_tar(image: str) -> str:
-    """Refer to the image of a WebDataset sample, which `read_part` names FILE.tar/SAMPLE."""
-    path, _, sample = image.rpartition(".tar/")
-    for member in tar_members(f"{path}.tar"):
-        folder, slash, name = member.rpartition("/")
-        if folder + slash + name.partition(".")[0] == sample and Path(name).suffix.lower() in IMAGE_ENDINGS:
-            return f"{TAR}{path}.tar#{member}"
-    raise UserError(f"'{path}.tar' has no image of the sample {sample!r}.")
+        content = resolve_image(row.image)
+        with Image.open(content) if isinstance(content, str) else content as opened:
+            width, height = opened.size
+            opened.draft("RGB", (1, 1))  # a JPEG is read whole and decoded small
+            opened.load()
+            turned = opened.getexif().get(ORIENTATION, 1) in (5, 6, 7, 8)
+    except (UserError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        return 0.0, str(error).rstrip(".")
+    return math.log(width / height if turned else height / width), None
 
 
 def _pairs(source_set: PreferenceSet, edits: Edits) -> tuple[list[dict[str, Any]], list[str]]:

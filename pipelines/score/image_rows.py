@@ -43,6 +43,7 @@ class ImageRow:
     metadata: Mapping[str, Any] | None = None  # The prompt's record for verifiers
     seed: int | str | None = None  # Seed of the image, where a table has the column
     content: bytes | None = field(default=None, repr=False)  # The image's file, where it travels with the row
+    member: str | None = None  # Name of the image's file in a tar file
     reason: str | None = None  # Why there is nothing to score, where that is known
 
 

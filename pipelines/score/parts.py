@@ -26,6 +26,7 @@ from .score import ScoreRow
 
 TARS = (".tar", ".tar.gz", ".tgz")
 """WebDataset's files: neighbours of one name are a sample, `7.jpg` with `7.txt` (prompt) and `7.json`."""
+MEMBER = "tar_member"  # Column with the name of the image's file in a tar file
 IMAGES = 1024  # Single images per file of scores
 METADATA_KEY = b"visalign"  # Key in a Parquet file of its `part_metadata`
 
@@ -114,9 +115,10 @@ def read_part(part: Part, options: ScoringOptions) -> Iterator[ImageRow]:
                 row["image"] = f"{path}/{member}"
             if isinstance(content, dict):
                 content = content.get("bytes")
+            file = row.pop(MEMBER, None)
             row = refer_to_images(path, number, row, options.names)
             image = table_row(path, row, options.default_prompt)
-            yield replace(image, content=content) if isinstance(content, bytes) else image
+            yield replace(image, content=content, member=file) if isinstance(content, bytes) else image
         except UserError as error:
             yield ImageRow(image=f"{path}#{member or number}", prompt="", reason=str(error))
 
@@ -158,7 +160,8 @@ def _read_tar(path: Path) -> Iterator[tuple[int, Row, str]]:
                 number, name = number + (not row), folder + slash + stem
                 file = tar.extractfile(member)
                 content = b"" if file is None else file.read()
-                row |= _read_member(f".{ending.lower()}", content, row) or {"key": name}
+                columns = _read_member(f".{ending.lower()}", content, row) or {"key": name}
+                row |= columns | ({MEMBER: member.name} if "image" in columns else {})
         if row:
             yield number, row, name
     except (tarfile.TarError, OSError, EOFError, zlib.error) as error:

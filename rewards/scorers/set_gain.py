@@ -153,8 +153,16 @@ class FrechetGain(VendiGain):
         self._texts, self._files = list[str](), list[Path]()
         if not isinstance(reference, str | Path):
             self._texts = list(map(str, reference))
-        elif Path(reference).suffix == ".txt" and Path(reference).is_file():
-            self._texts = [line for line in Path(reference).read_text(encoding="utf-8").splitlines() if line.strip()]
+        elif not reference or not Path(reference).exists():
+            raise RewardError(
+                f"{self.name}: reference={str(reference)!r} does not exist; give a folder or a .txt file."
+            )
+        elif Path(reference).is_file():
+            try:
+                lines = Path(reference).read_text(encoding="utf-8-sig").splitlines()
+            except UnicodeDecodeError as error:
+                raise RewardError(f"{self.name}: {str(reference)!r} is no UTF-8 text; save it so.") from error
+            self._texts = [line for line in lines if line.strip()]
         else:
             endings = set(Image.registered_extensions())
             self._files = [path for path in sorted(Path(reference).rglob("*")) if path.suffix.lower() in endings]

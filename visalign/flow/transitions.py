@@ -220,7 +220,7 @@ def replacement_step(
     ddim: κ = 1 − η²(1 − ρ²), DDPO's kernel on the flow's scale: x is DDIM's latent times n = √((1 − σ)² + σ²),
         and a log-probability differs by ln n' a dimension. η = 1 is ancestral sampling; Song et al., DDIM,
         arXiv 2010.02502, eq. 12 and 16; Black et al., DDPO, arXiv 2305.13301.
-    precise: κ = ρ^(η²); arXiv 2605.23522. It is ddim's at η = √2 where ddim has η = 1.
+    precise: κ = ρ^(η²); arXiv 2605.23522. At η = √2 it is that of ddim at η = 1.
     dance_precise: κ = exp(−η²(1/σ' − 1/σ)), its form of Dance-SDE.
 
     Noise level 0 is the ODE. In the last step (σ' = 0) std is 0 and the log-probability undefined.

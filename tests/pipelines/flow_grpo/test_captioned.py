@@ -37,7 +37,7 @@ SIZES = {"wide": (64, 32), "tall": (32, 64), "square": (40, 40), "also": (48, 44
 
 
 def _folder(folder: Path) -> Path:
-    """Four images with captions, one without, one that is no image."""
+    """Four images with captions, one without, one that is no image, one that is cut short."""
     folder.mkdir(parents=True)
     for name, size in SIZES.items():
         Image.new("RGB", size, "red").save(folder / f"{name}.png")
@@ -45,6 +45,9 @@ def _folder(folder: Path) -> Path:
     Image.new("RGB", (8, 8)).save(folder / "silent.png")
     (folder / "broken.png").write_bytes(b"no image")
     (folder / "broken.txt").write_text("a broken thing")
+    Image.effect_noise((64, 64), 50).save(folder / "cut.jpg")
+    (folder / "cut.jpg").write_bytes((folder / "cut.jpg").read_bytes()[:900])
+    (folder / "cut.txt").write_text("a cut thing")
     return folder
 
 
@@ -53,8 +56,9 @@ def _tar(path: Path) -> Path:
         for name, size in SIZES.items():
             file = io.BytesIO()
             Image.new("RGB", size, "blue").save(file, "PNG")
-            for ending, content in ((".png", file.getvalue()), (".txt", f"a {name} thing".encode())):
-                info = tarfile.TarInfo(f"part/{name}{ending}")
+            mask, text = b"no image", f"a {name} thing".encode()
+            for ending, content in ((".mask", mask), (".png", file.getvalue()), (".txt", text)):
+                info = tarfile.TarInfo(f"part#1/{name}{ending}")
                 info.size = len(content)
                 tar.addfile(info, io.BytesIO(content))
     return path
@@ -85,8 +89,24 @@ def test_images_and_captions_are_read_with_their_buckets(tmp_path, kind: str):
         assert tuple(image.shape[:0:-1]) == SIZES[record["prompt"].split()[1]]
     if kind == "folder":
         (note,) = notes
-        assert "2 images are left out" in note and "silent.png" in note and "broken.png" in note
-    assert len(read_captioned(str(path), "none", 1, None, names)[0]) == 1
+        assert "left out, of 7 images: 3." in note and "silent.png" in note and "broken.png" in note
+        assert "cut.jpg" in note
+    first, notes = read_captioned(str(path), "none", 3, None, names)
+    assert len(first) <= 3 and "the first 3 images are read" in notes[-1]
+
+
+def test_an_image_is_shown_as_its_camera_was_held_and_tables_of_samples_are_read(tmp_path):
+    """EXIF 6: the file lies on its side. `visalign sample` writes images.jsonl beside its images."""
+    image = Image.new("RGB", (64, 32))
+    exif = image.getexif()
+    exif[0x0112] = 6
+    (tmp_path / "drawn" / "deep").mkdir(parents=True)
+    for folder in ("drawn", "drawn/deep"):
+        image.save(tmp_path / folder / "a.jpg", exif=exif)
+        row = {"image": "a.jpg", "prompt": f"a tower {folder}"}
+        (tmp_path / folder / "images.jsonl").write_text(json.dumps(row))
+    records, _ = read_captioned(str(tmp_path / "drawn"), "none", None, [(32, 64), (64, 32)], {})
+    assert [record["bucket"] for record in records] == [1, 1] and len({r["prompt"] for r in records}) == 2
 
 
 def test_scenes_of_the_world_have_their_prompts():
@@ -105,7 +125,7 @@ def test_a_run_by_the_configuration_and_its_resume(tmp_path, capsys):
 
     summary = run(config(), tmp_path / "whole")
     said = "".join(capsys.readouterr())
-    assert "data.images: 2 images are left out" in said and "loss " in said and "no signal" not in said
+    assert "data.images: left out, of 7 images: 3." in said and "loss " in said and "no signal" not in said
     unmeasured = prepare(config("evaluation={rewards: {}}"), 1).notes
     assert "name a reward, evaluation.rewards" in unmeasured[-1] and len(unmeasured) == 2
     planned = plan(config(), measure=False)
@@ -136,10 +156,21 @@ def test_a_network_that_predicts_noise_is_trained_by_min_snr(tmp_path):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (("data.images=absent",), r"absent"),
+        (("data.images=absent",), r"'absent' does not exist"),
+        (("data.images=CUT",), r"a\.tar\.gz' is compressed or not named \.tar"),
+        (("data.images=no_prompt.jsonl",), r"lacks the column 'prompt'"),
+        (("data.images=SET", "data.caption_dropout=1"), r"leaves no caption to learn"),
+        (("data.images=SET", "model.guidance=4.5"), r"model\.guidance is 4\.5, and captions teach"),
+        (
+            ("data.images=SET", "objective.changes={density_options: {mean: abc}}"),
+            r"options are numbers, mean and std",
+        ),
+        (
+            ("data.images=SET", "objective.changes={density: mode, density_options: {scale: 20}}"),
+            r"scale \(-1 to 1\.75",
+        ),
         (("data.images=EMPTY",), r"EMPTY' holds no image"),
         (("data.images=BAD",), r"has no image with a caption that can be read: .*no caption"),
-        (("data.images=set.tar.gz",), r"is compressed.*Unpack it to \.tar"),
         (("data.images=SET", "objective.algorithm=diffusion_dpo"), r"none better than another.*algorithm=sft"),
         (("data.pairs=shapes:pairs",), r"learns every image alike, and data\.pairs says.*data\.images"),
         (("data.images=SET", "rollout.group_size=2"), r"group_size is 2, and an image with its caption has no group"),
@@ -154,6 +185,9 @@ def test_what_cannot_be_learnt_from_is_refused_before_training(tmp_path, monkeyp
     (tmp_path / "EMPTY").mkdir()
     (tmp_path / "BAD").mkdir()
     Image.new("RGB", (8, 8)).save(tmp_path / "BAD" / "a.png")
+    (tmp_path / "CUT").mkdir()
+    (tmp_path / "CUT" / "a.tar.gz").write_bytes(b"")
+    (tmp_path / "no_prompt.jsonl").write_text('{"image": "BAD/a.png", "caption": "a thing"}')
     with pytest.raises((UserError, ConfigError), match=message):
         config = load_config(SFTImagesConfig, None, [*SMALL, *given])
         prepare(config, 1)

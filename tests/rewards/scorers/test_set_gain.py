@@ -140,3 +140,20 @@ def test_refused(folder: Path, reference: Path, tmp_path: Path) -> None:
     broken = load_reward("frechet_gain", reference=tmp_path, model=folder)
     with pytest.raises(RewardError, match=r"0\.png' cannot be read: .*cannot be decoded"):
         broken.score(make_images(2), ["a", "a"], [{"group_id": 0}] * 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("absent", None, "'.*absent' does not exist"),
+        ("a.txt", b"caf\xe9\nb", "is no UTF-8 text"),
+        ("", None, "does not"),
+    ],
+)
+def test_exemplars_that_cannot_be_read_are_refused(
+    tmp_path: Path, name: str, content: bytes | None, message: str
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(RewardError, match=message):
+        load_reward("frechet_gain", reference=str(tmp_path / name) if name else "")

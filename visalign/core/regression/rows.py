@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -204,7 +205,7 @@ class Regression:
     @property
     def learns_alike(self) -> bool:
         """True if every image is learnt alike, as those with captions are."""
-        return self.loss == "weighted" and not self.compares
+        return self.loss == "weighted" and self.density != "sampler" and not self.compares
 
     @property
     def pulls(self) -> bool:
@@ -284,6 +285,14 @@ class Regression:
         return LOSSES[self.loss](step, self.loss_options)
 
 
+def _has_density_options(r: Regression) -> bool:
+    """True if the options are those of the density and in their range; beyond it a mode leaves [0, 1]."""
+    names = {"logit_normal": ("mean", "std"), "prediction": ("mean", "std"), "mode": ("scale",)}.get(r.density, ())
+    options = r.density_options
+    numbers = all(name in names and isinstance(v, int | float) and math.isfinite(v) for name, v in options.items())
+    return numbers and options.get("std", 1) > 0 and -1 <= options.get("scale", 0) <= 1.75
+
+
 RULES: tuple[tuple[Callable[[Regression], bool], str], ...] = (
     *(
         (
@@ -319,9 +328,9 @@ RULES: tuple[tuple[Callable[[Regression], bool], str], ...] = (
         "by rollout.sde_steps and rollout.train_steps.",
     ),
     (
-        lambda r: (r.visited and r.density != "sampler") or bool(set(r.density_options) - {"mean", "std", "scale"}),
-        "density is {density!r} with density_options {density_options}; options are mean and std of logit_normal and "
-        "scale of mode, and visited=True learns at the sampler's own levels.",
+        lambda r: (r.visited and r.density != "sampler") or not _has_density_options(r),
+        "density is {density!r} with density_options {density_options}; options are numbers, mean and std (above 0) "
+        "of logit_normal, or scale (-1 to 1.75) of mode, and visited=True learns at the sampler's own levels.",
     ),
     (
         lambda r: r.visited and r.keeps_old,

@@ -83,15 +83,20 @@ def resolve_image(reference: str) -> Any:
 
 def absolute_reference(image: str, folder: Path = Path()) -> str:
     """Make a path absolute, so that the votes can be served from anywhere; other references stay."""
-    if image.startswith(PARQUET):
-        return f"{PARQUET}{Path(image.removeprefix(PARQUET)).resolve()}"
+    for scheme in (PARQUET, TAR):
+        if image.startswith(scheme):
+            return f"{scheme}{Path(image.removeprefix(scheme)).resolve()}"
     return image if "://" in image else str((folder / image).resolve())
 
 
 def missing_files(references: list[str]) -> list[str]:
     """List the files of these references that do not exist, each once, in the order given."""
     paths = [
-        reference.removeprefix(PARQUET).rsplit("#", 2)[0] if reference.startswith(PARQUET) else reference
+        reference.removeprefix(PARQUET).rsplit("#", 2)[0]
+        if reference.startswith(PARQUET)
+        else tar_parts(reference)[0]
+        if reference.startswith(TAR)
+        else reference
         for reference in references
         if not reference.startswith((SHAPES, TEXT))
     ]
@@ -111,7 +116,7 @@ def image_bytes(reference: str) -> bytes:
     if reference.startswith(PARQUET):
         return _parquet_bytes(reference)
     if reference.startswith(TAR):
-        path, _, member = reference.removeprefix(TAR).rpartition("#")
+        path, member = tar_parts(reference)
         start, size = tar_members(path)[member]
         with open(path, "rb") as file:  # TarFile itself is not for several threads
             file.seek(start)
@@ -132,7 +137,13 @@ def _parquet_bytes(reference: str) -> bytes:
     return content
 
 
-@lru_cache(maxsize=8)
+def tar_parts(reference: str) -> tuple[str, str]:
+    """Split the reference of an image in a tar file into the file and the member; "#" may be in the member's name."""
+    path, _, member = reference.removeprefix(TAR).partition(".tar#")
+    return f"{path}.tar", member
+
+
+@lru_cache(maxsize=64)
 def tar_members(path: str) -> dict[str, tuple[int, int]]:
     """List the files of an uncompressed tar file: name -> (first byte, number of bytes)."""
     with tarfile.open(path, "r:") as tar:

@@ -348,7 +348,7 @@ def _conflicts(objective: DiffusionObjectiveSettings, rollout: RolloutSettings, 
             f"rollout.branch is {rollout.branch}, and {name} learns at each image's own states. Set "
             "rollout.branch=null."
         )
-    if row and not row.visited and not row.continuous and (row.levels or 0) > steps:
+    if row and row.density == "sampler" and not row.visited and not row.continuous and (row.levels or 0) > steps:
         yield (
             f"objective.changes.levels is {row.levels}, and the sampler has {steps} timesteps. Take at most {steps}, "
             "or also levels between them: objective.changes.continuous=true."
@@ -367,9 +367,9 @@ def _conflicts(objective: DiffusionObjectiveSettings, rollout: RolloutSettings, 
         )
     if stored and _needs_samples(objective):
         yield (
-            f"{name} learns from samples of the policy itself, or does so by objective.changes, and data.pairs holds "
-            "images from elsewhere. Take diffusion_dpo, gdro, diffusion_kto, reward_weighted or rejection as "
-            "published, or leave data.pairs out."
+            f"{name} learns from samples of the policy itself, or does so by objective.changes, and images of "
+            "data.pairs are from elsewhere. Take diffusion_dpo, gdro, diffusion_kto, reward_weighted or rejection "
+            "as published, or leave data.pairs out."
         )
     if stored and row and row.learns_alike and rollout.group_size > 1:
         yield (
