@@ -94,7 +94,10 @@ class WeightSchedule:
 
     def __post_init__(self) -> None:
         if not max(self.start, self.end):
-            raise UserError("A weight from 0 to 0 is constant. Give weight=0, which only records the reward.")
+            raise UserError(
+                "A term's weight.start and weight.end are 0 in rewards.terms; allowed is one above 0. Give weight=0, "
+                "which only records the reward."
+            )
 
     def at(self, iteration: int) -> float:
         """Return the weight after a number of iterations."""

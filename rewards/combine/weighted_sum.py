@@ -225,14 +225,15 @@ class WeightedSum:
             value = scores.value.double()
             term = self._term(label, _standardise(value, scores.valid) if self._per_batch else value)
             failures = failure_reasons(scores)
-            # a constraint holds the mean of all samples, so its reward must be for each
+            # a schedule at 0 counts nowhere; a constraint holds the mean of all samples, so its reward must be for each
             absent = [
-                str(reason).endswith(NOT_FOR_SAMPLE) and not self.capabilities.constraints for reason in failures
+                not weight or (str(reason).endswith(NOT_FOR_SAMPLE) and not self.capabilities.constraints)
+                for reason in failures
             ]
             term = torch.where(torch.tensor(absent, dtype=torch.bool), 0.0, term)
             parts[f"{label}.weighted"] = term.float()
             total += torch.where(scores.valid, term, 0.0)
-            judged |= scores.valid
+            judged |= scores.valid & bool(weight)
             for row, (reason, is_absent) in enumerate(zip(failures, absent, strict=True)):
                 reasons[row] = reasons[row] or (reason and not is_absent and f"{label}: {reason}") or None
         reasons = [why or (None if ok else NO_REWARD) for why, ok in zip(reasons, judged.tolist(), strict=True)]

@@ -57,6 +57,12 @@ def test_changes_are_merged_into_the_options_of_the_same_choice() -> None:
         ("grpo", {"beta": 0.1}, r"no field 'beta'.*Its fields: advantage"),
         ("grpo", {"agregation": "token_mean"}, r"no field 'agregation'\. Did you mean 'aggregation'"),
         ("grpo", {"surrogate_options": {"eps": 0.1}}, r"no option 'eps'"),
+        ("drpo", {"surrogate_options": {"epsilon": 0}}, r"epsilon must be a number in \(0, inf\); got 0"),
+        ("spo", {"surrogate_options": {"epsilon": -0.2}}, r"epsilon must be a number in \(0, inf\); got -0.2"),
+        ("cppo", {"surrogate_options": {"limit": -0.1}}, r"limit must be a number in \[0, inf\); got -0.1"),
+        ("cppo", {"surrogate_options": {"smallest": 1.1}}, r"smallest must be a number in \[0, 1\]; got 1.1"),
+        ("cppo", {"surrogate_options": {"budget": 0}}, r"budget must be a number in \(0, inf\); got 0"),
+        ("prime", {"advantage_options": {"gamma": 1.5}}, r"gamma must be a number in \[0, 1\]; got 1.5"),
     ],
 )
 def test_unknown_names_and_fields(name: str, changes: dict, message: str) -> None:

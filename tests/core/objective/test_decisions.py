@@ -24,6 +24,8 @@ NOT_ON_STEPS = {
     "opo": r"advantage='opo'.*length.*'dr_grpo'",
     "dppo_tv": r"divergence='tv'.*'flow_dppo'",
     "dppo_kl": r"divergence='kl'.*'flow_dppo'",
+    "cppo": r"surrogate='cppo'.*probability of a token.*'flow_dppo'",
+    "drpo": r"surrogate='drpo'.*probability of a token.*'spo'",
     **{
         name: rf"selection='{name}'.*denoising steps of fixed variance.*'dapo'"
         for name in ("top_entropy", "clip_cov", "kl_cov", "clip_b", "clip_v", "steer")

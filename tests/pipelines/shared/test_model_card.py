@@ -32,6 +32,7 @@ def run_folder(folder: Path, *, model: Path, text: bool = False, license: str | 
     rows = [{"iteration": i, "reward_mean": i / 4, "heldout/accuracy": 0.4 + i / 10} for i in range(1, 5)]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
     terms = {"mine": {"weight": 1.0, "name": "/tmp/me/mine.py:redness"}, "seen": {"weight": 0}}
+    terms["fading"] = {"weight": {"start": 1.0, "end": 0.0, "iterations": 3, "shape": "linear"}}
     config = {"model": {"path": str(model)}, "run": {"license": license}, "rewards": {"terms": terms}}
     config |= {"data": {"train": "/tmp/me/prompts.txt", "heldout": None}, "objective": {"algorithm": "grpo"}}
     code = f'pipe.load_lora_weights("{folder}/lora")'
@@ -69,7 +70,7 @@ def test_the_card_is_what_the_hub_reads(header, own, expected, sentence, tmp_pat
     assert data.pop("widget")[0] == {"text": "prompt 0", "output": {"url": "images/after_0.png"}}
     header_fields = {"base_model": "maker/flux", "library_name": "diffusers", "pipeline_tag": "text-to-image"}
     assert data == header_fields | expected
-    assert "A LoRA of maker/flux, trained with grpo of visalign on mine." in card.text
+    assert "A LoRA of maker/flux, trained with grpo of visalign on mine, fading." in card.text
     assert re.search(r"\| accuracy \| 0.4\d+ \| 0.9\d+ \| \+0.5 \(\+", card.text)
     assert f'"{folder}")\nimage = pipe("prompt 0").images[0]' in card.text
     assert "| prompts | prompts.txt; held out: None |" in card.text and "/tmp/me" not in card.text
@@ -79,6 +80,7 @@ def test_the_card_is_what_the_hub_reads(header, own, expected, sentence, tmp_pat
         assert f"![image](images/after_{number}.png)" in card.text
     assert (folder / "curve.svg").read_text().startswith('<svg xmlns="http://www.w3.org/2000/svg"')
     assert "![Held-out accuracy](curve.svg)" in card.text
+    assert "| reward fading | fading, weight 1 to 0 over 3 iterations, linear |" in card.text
 
 
 def test_the_base_model_of_any_path(tmp_path):

@@ -80,7 +80,6 @@ def test_kinds_of_prompts_have_as_many_groups_as_the_cycle_says(cycle, tmp_path)
     [
         (["data.cycle=[add]"], r"set data\.balance=true"),
         (["data.cycle=[mul]", "data.balance=true"], r"cycle names \['mul'\], .* labels are \['add', 'reverse'\]"),
-        (["data.tasks=[add]", "data.balance=true"], r"of one kind, 'add'.*data\.balance=false"),
         (["rewards.terms={task_answer: {}, tool_calls: {weight: 0}}"], r"there is no tool. Set rollout.tool=\{\}"),
     ],
 )

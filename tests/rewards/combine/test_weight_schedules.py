@@ -20,6 +20,7 @@ from visalign.pipelines.text.sample import TextSampleConfig
 from visalign.pipelines.text.sample import plan as plan_samples
 from visalign.rewards import WeightedSum
 from visalign.rewards.text.combine import WeightedTextSum
+from visalign.rewards.text.format import Refusal
 from visalign.training.loop.judging import reward_at, reward_columns, reward_weights
 
 FADING = {"start": 1.0, "end": 0.2, "iterations": 4}
@@ -48,6 +49,20 @@ def test_the_sum_and_its_columns_have_the_weights_of_their_iteration() -> None:
         assert scores.value.tolist() == pytest.approx([0.5 + weight / 2, weight])
         assert reward_weights(now) == {"a": 1.0, "b": weight} and scores.parts["b.weight"].tolist() == [weight] * 2
         assert reward_columns(now, scores).tolist() == [[0.5, 0.5 * (weight > 0)], [0, 1.0 * (weight > 0)]]
+
+
+@pytest.mark.parametrize("allow_missing", [False, True])
+def test_a_schedule_at_its_zero_drops_no_sample(allow_missing: bool) -> None:
+    """The record of "b" fails; at its weight of 0 the sum is that of "a", and where "a" fails there is none."""
+    schedule = {"b": lambda iteration: 1.0 - min(iteration, 1)}
+    rewards = {"a": (Refusal("a"), 1.0), "b": (Refusal("b", name="b"), 1.0)}
+    reward = WeightedTextSum(rewards, schedules=schedule, allow_missing=allow_missing)
+    records = [{"a": False, "b": "?"}, {"a": "?", "b": False}]
+    for iteration, valid in enumerate([[allow_missing] * 2, [True, False]]):
+        now = reward_at(reward, iteration)
+        scores = now.score(["yes", "yes"], ["?"] * 2, records)
+        assert scores.valid.tolist() == valid
+    assert scores.value[0] == 1 and reward_columns(now, scores)[0].tolist() == [1, 0]
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "gdpo"])
@@ -79,7 +94,7 @@ def test_image_trainers_read_the_same_setting(algorithm: str, tmp_path: Any) -> 
             ["rewards.terms={task_answer: {weight: {iterations: 0}}}"],
             r"weight.iterations' in .* greater than or equal to 1",
         ),
-        (TextGRPOConfig, ["rewards.terms={task_answer: {weight: {start: 0, end: 0, iterations: 3}}}"], "0 to 0"),
+        (TextGRPOConfig, ["rewards.terms={task_answer: {weight: {start: 0, end: 0, iterations: 3}}}"], r"weight\.start and weight\.end are 0 in rewards\.terms"),
         (TextGRPOConfig, ["rewards.terms={task_answer: {bound: 1, weight: {iterations: 3}}}"], "constant weight"),
         (
             TextGRPOConfig,

@@ -18,7 +18,8 @@ ROWS: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in (*NAMED, *REGRE
 for _field, _value in (*ON_STEPS, *ON_TOKENS):
     _option = {"surrogate": "dppo", "surrogate_options": {"divergence": _value, "limit_low": 0.1, "limit_high": 0.1}}
     _number = _value if isinstance(_value, str) else 0.1
-    ROWS.append(("grpo", _option if "." in _field else {_field: _number}))
+    _needed = {"surrogate_options": {"limit_low": 0.0, "limit_high": 0.0}} if _value == "cppo" else {}
+    ROWS.append(("grpo", _option if "." in _field else {_field: _number, **_needed}))
 
 
 def _advised(message: str) -> list[dict[str, Any]]:

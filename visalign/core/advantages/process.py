@@ -109,6 +109,7 @@ def prime_advantages(
     weight: Tensor,
     *,
     gamma: float = 1.0,
+    ddof: int = 1,
     eps: float = 1e-8,
     valid: Tensor | None = None,
 ) -> Tensor:
@@ -129,7 +130,7 @@ def prime_advantages(
     centred = torch.where(n > 1, (n * values - total) / (n - 1).clamp(min=1), 0.0)
     outcome = group_advantages(reward.double(), group, scale="none", baseline="leave_one_out", valid=mask)
     returns = discounted_returns(centred, weight, gamma=gamma) + torch.where(mask, outcome, 0.0)[:, None]
-    return whiten(returns, present & mask[:, None], eps=eps).to(float32_dtype(reward))
+    return whiten(returns, present & mask[:, None], ddof=ddof, eps=eps).to(float32_dtype(reward))
 
 
 def _members(reward: Tensor, step: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

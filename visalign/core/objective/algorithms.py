@@ -154,6 +154,7 @@ NAMED: dict[str, Objective] = {
         _GRPO,
         source="Cui et al., PRIME, arXiv 2502.01456: leave-one-out returns of process rewards and of outcomes",
         advantage="prime",
+        advantage_options={"ddof": 0},
         kl=0.0,
         aggregation="token_mean",
     ),

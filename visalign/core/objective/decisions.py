@@ -36,6 +36,8 @@ ON_STEPS: dict[tuple[str, Any], tuple[str, str]] = {
         ("surrogate_options.divergence", name): (_NO_VOCABULARY, "'flow_dppo', with the exact divergence")
         for name in ("tv", "kl")
     },
+    ("surrogate", "cppo"): (_NO_VOCABULARY, "'flow_dppo', with the exact divergence"),
+    ("surrogate", "drpo"): ("its pull is the probability of a token; a density is none", "'spo', whose pull is 1"),
 }
 """(field, value) -> why it means nothing on denoising steps, and the substitute."""
 

@@ -15,13 +15,14 @@ from visalign.errors import suggestion
 Choice = TypeVar("Choice")
 
 _INTERVALS = {
-    "[0, 1]": "between_ddof canon.mu ddof gae.gamma gae.lam max_fraction p quantile rate ratio reinforce_pp.gamma",
+    "[0, 1]": "between_ddof canon.mu ddof gae.gamma gae.lam max_fraction p prime.gamma quantile rate ratio "
+    "reinforce_pp.gamma smallest",
     "(0, 1]": "best.share eps_low fraction level_up w_min",
     "(0, 1)": "level_down",
-    "[0, inf)": "a alpha beta bound_low eps gamma k k_bonus k_neg k_pos lam lambda_neg lambda_pos low "
+    "[0, inf)": "a alpha beta bound_low eps gamma k k_bonus k_neg k_pos lam lambda_neg lambda_pos limit low "
     "min_range mu smoothing tail_weight zeta",
     "[0, inf]": "bound_high high limit_high limit_low",
-    "(0, inf)": "bound crd.beta dpo.beta f_norm gdro.beta kappa kto.beta nft.beta par.k tau tau_neg tau_pos "
+    "(0, inf)": "bound budget crd.beta dpo.beta epsilon f_norm gdro.beta kappa kto.beta nft.beta par.k tau tau_neg tau_pos "
     "temperature w_max",
     "(0, inf]": "cap eps_high eta gmpo.eps_low",
     "(1, inf]": "delta dual_clip",

@@ -80,7 +80,7 @@ def implicit_prm_loss(
     y σ(z − q) + (1 − y) σ(q − z) with z = max(0, mean q) of the batch, without gradient (arXiv 2402.01306).
     `log_ratio` is log π_φ − log π_ref in nats, differentiable; `label` [B] is y in [0, 1], NaN if missing:
     loss and gradient are 0 there, so divide the sum by the number of labels. A large β saturates the loss.
-    Returns [B]; ln 2 where π_φ = π_ref.
+    Returns [B]; by cross-entropy ln 2 where π_φ = π_ref.
 
     Yuan et al., Free process rewards without process labels, arXiv 2412.01981; Cui et al., PRIME, arXiv
     2502.01456.
