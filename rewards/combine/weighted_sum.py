@@ -225,7 +225,7 @@ class WeightedSum:
             value = scores.value.double()
             term = self._term(label, _standardise(value, scores.valid) if self._per_batch else value)
             failures = failure_reasons(scores)
-            # a schedule at 0 counts nowhere; a constraint holds the mean of all samples, so its reward must be for each
+            # a schedule at 0 counts nowhere; a constraint is on the mean of all samples, so its reward is for each
             absent = [
                 not weight or (str(reason).endswith(NOT_FOR_SAMPLE) and not self.capabilities.constraints)
                 for reason in failures

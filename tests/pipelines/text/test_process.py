@@ -239,10 +239,11 @@ def test_what_the_implicit_kind_refuses(inputs: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "bad").exists() and estimate(_implicit(inputs))["model"]["longest_text"] <= 48
 
 
-def _online(folder: Path, inputs: Path, run: dict[str, Any], **online: Any) -> Any:
+def _online(folder: Path, inputs: Path, run: dict[str, Any], dtype: str = "float32", **online: Any) -> Any:
     keys = ["objective.algorithm=prime", "process.beta=0.5", "process.unit=token", "process.separator=e"]
     given = [*keys, f"process.model={inputs}/model", f"process.reference={inputs}/model"]
-    config = load_config(TextGRPOConfig, None, [*given, f"process.online={json.dumps(online)}"])
+    given += [f"model.dtype={dtype}", f"process.online={json.dumps(online)}"]
+    config = load_config(TextGRPOConfig, None, given)
     policy = CausalLMPolicy.from_pretrained(inputs / "model")
     process = build_process(config, policy)
     options: Any = {"policy": policy, "process": process, "reward": Letters("a"), "run": run}
@@ -267,6 +268,26 @@ def test_the_process_reward_learns_from_the_policys_own_outcomes(inputs: Path, t
     assert second["process_reward/loss"] != first["process_reward/loss"]
 
 
+def test_small_steps_add_up_below_bfloat16_and_what_is_not_finite_is_no_step(inputs: Path, tmp_path: Path) -> None:
+    trainer = _online(tmp_path, inputs, {}, dtype="bfloat16", right_at=0.05, lr=1e-4, batch=4)
+    learner = trainer.algorithm.learner
+    start = [parameter.detach().clone() for parameter in learner.named.values()]
+    rollout = trainer.algorithm.collect(trainer.context).experience.rollout
+    outcome = (torch.arange(len(rollout)) % 2).float()
+    for iteration in range(8):
+        learner.learn(rollout, outcome, iteration)
+    matrices = [(a, p) for a, p in zip(start, learner.named.values(), strict=True) if a.ndim == 2]
+    moved = torch.stack([(a != p).float().mean() for a, p in matrices])
+    assert start[0].dtype == torch.bfloat16 and moved.median() > 0.5, moved
+    assert learner.metrics()["process_reward/skipped"] == 0
+    start = [parameter.detach().clone() for parameter in learner.named.values()]
+    with torch.no_grad():
+        start[-1][0] = [*learner.named.values()][-1][0] = math.nan
+    learner.learn(rollout, outcome, 8)
+    assert learner.metrics() == {"process_reward/skipped": math.ceil(len(rollout) / 4)}
+    assert all(a.equal(b) or a is start[-1] for a, b in zip(start, learner.named.values(), strict=True))
+
+
 def test_a_resumed_prime_is_the_uninterrupted_one(inputs: Path, tmp_path: Path) -> None:
     whole, _ = check_resume(partial(_online, inputs=inputs, right_at=0.05, lr=1e-3, batch=5), tmp_path, 1, 3)
     assert "process_reward.safetensors" in whole[1]
@@ -279,6 +300,7 @@ def test_a_resumed_prime_is_the_uninterrupted_one(inputs: Path, tmp_path: Path) 
         (["process.model=x", "process.unit=token"], "process.reference is null"),
         (["process={model: x, reference: y, online: {}, replaces: true}"], "process.replaces leaves out. Drop one"),
         (["process={model: x, reference: y, online: {lr: 0}}"], "process.online.lr"),
+        (["process={model: x, reference: y, unit: token, delta: true}"], r"delta is true.*Set process.unit=step"),
     ],
 )
 def test_what_prime_refuses(changes: list[str], message: str) -> None:

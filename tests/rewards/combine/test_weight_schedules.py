@@ -94,7 +94,11 @@ def test_image_trainers_read_the_same_setting(algorithm: str, tmp_path: Any) -> 
             ["rewards.terms={task_answer: {weight: {iterations: 0}}}"],
             r"weight.iterations' in .* greater than or equal to 1",
         ),
-        (TextGRPOConfig, ["rewards.terms={task_answer: {weight: {start: 0, end: 0, iterations: 3}}}"], r"weight\.start and weight\.end are 0 in rewards\.terms"),
+        (
+            TextGRPOConfig,
+            ["rewards.terms={task_answer: {weight: {start: 0, end: 0, iterations: 3}}}"],
+            r"weight\.start and weight\.end are 0 in rewards\.terms",
+        ),
         (TextGRPOConfig, ["rewards.terms={task_answer: {bound: 1, weight: {iterations: 3}}}"], "constant weight"),
         (
             TextGRPOConfig,

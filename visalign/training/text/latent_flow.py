@@ -25,7 +25,6 @@ from visalign.core.advantages.hidden_states import flow_deviation, flow_rewards
 from visalign.seeds import sample_seed
 from visalign.text import TextPolicy, TextRollout
 from visalign.text.steps import StepRewards
-from visalign.training.loop.processes import sum_gradients
 from visalign.training.policy.reference import Reference
 
 from .online_process import LearningReward
@@ -118,7 +117,6 @@ class LatentFlow(LearningReward):
 
     def _step(self, states: Tensor | None, generator: torch.Generator) -> float:
         """Take one AdamW step on a draw of this process's tokens; return the loss."""
-        self._optimizer.zero_grad()
         # zeros give every parameter a gradient in a process without states
         losses = [torch.zeros((), device=p.device) * p.sum() for p in self._nets.parameters()]
         tokens = 0
@@ -133,8 +131,7 @@ class LatentFlow(LearningReward):
                 losses.append((velocity - (end - start)).square().mean(1).sum() / len(self._nets))
         loss = torch.stack(losses).sum() / self._sum(float(tokens))[0]
         loss.backward()
-        sum_gradients(self._nets.parameters(), self._accelerator)
-        self._optimizer.step()
+        self._update()
         return self._sum(float(loss.detach()))[0]
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """PRIME: an implicit process reward goes on learning from the outcomes of the policy's own completions.
 
-Each iteration scores its completions first, then updates the reward on them; one AdamW throughout. Each process
-learns from its own completions, with gradients summed over all. Cui et al., PRIME, arXiv 2502.01456, algorithm 1.
+Each iteration scores its completions first, then updates the reward on them; one AdamW throughout, on float32
+masters. Updates with a gradient that is not finite are skipped and counted. Each process learns from its own
+completions, with gradients summed over all. Cui et al., PRIME, arXiv 2502.01456, algorithm 1.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 from visalign.seeds import sample_seed
 from visalign.text import TextPolicy, TextRollout
 from visalign.text.steps import StepRewards
+from visalign.training.loop.checkpoint import Checkpoint
+from visalign.training.loop.optimizer import AdamWSettings, TrainedWeights
 from visalign.training.loop.processes import get_accelerator, sum_gradients
 from visalign.training.process.implicit import ImplicitTexts
 
@@ -33,7 +36,7 @@ class LearningReward:
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], lr: float, accelerator: Accelerator) -> None:
         self.named, self._accelerator, self._metrics = dict(named), accelerator, dict[str, float]()
-        self._optimizer = torch.optim.AdamW(self.named.values(), lr=lr, weight_decay=0.0)
+        self._weights = TrainedWeights([*self.named.items()], AdamWSettings(lr=lr, eps=1e-8, weight_decay=0.0))
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of the last pass."""
@@ -41,20 +44,25 @@ class LearningReward:
 
     def state(self) -> dict[str, Tensor]:
         """Return weights and AdamW's moments, for a checkpoint."""
-        moments = self._optimizer.state_dict()["state"]
-        state = {f"net.{name}": value.detach().clone() for name, value in self.named.items()}
-        return state | {f"adam.{i}.{name}": v.clone() for i, values in moments.items() for name, v in values.items()}
+        parts = self._weights.tensors()
+        return {f"{part}.{name}": value.clone() for part, values in parts.items() for name, value in values.items()}
 
-    @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Continue from a checkpoint."""
-        for name, parameter in self.named.items():
-            parameter.copy_(state[f"net.{name}"])
-        moments: dict[int, dict[str, Tensor]] = {}
-        for key in [key for key in state if key.startswith("adam.")]:
-            _, number, name = key.split(".")
-            moments.setdefault(int(number), {})[name] = state[key].clone()
-        self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": moments})
+        parts: dict[str, dict[str, Tensor]] = {"trainable": {}, "optimizer": {}}
+        for key, value in state.items():
+            part, _, name = key.partition(".")
+            parts.get(part, {})[name] = value.clone()
+        self._weights.restore(Checkpoint(step=0, tensors=parts, state={}))
+
+    def _update(self, max_norm: float = math.inf) -> bool:
+        """Take AdamW's step on gradients summed over the processes; False, and no step, where one is not finite."""
+        self._weights.gather_gradients(1.0)
+        sum_gradients([master for _, master in self._weights.masters], self._accelerator)
+        if is_finite := math.isfinite(self._weights.clip(max_norm)):
+            self._weights.step()
+        self._weights.clear()
+        return is_finite
 
     def _sum(self, *values: float) -> list[float]:
         """Sum over the processes."""
@@ -87,7 +95,7 @@ class OnlineProcessReward(LearningReward):
         texts = ImplicitTexts(self.model, rollout, label, beta=self._beta, reference=self.reference)
         seed = sample_seed(self._seed, self.key, iteration, self._accelerator.process_index)
         order = torch.randperm(len(texts.rows), generator=torch.Generator().manual_seed(seed))
-        sums, parameters = torch.zeros(3), [*self.named.values()]  # Σ loss, hits and labels
+        sums, skipped = torch.zeros(3), 0  # Σ loss, hits and labels of the updates, and updates that were none
         updates = math.ceil(self._sum(len(order))[0] / self._settings.batch)
         for part in order.tensor_split(updates) if updates else ():
             count = self._sum(len(part))[0]
@@ -99,11 +107,12 @@ class OnlineProcessReward(LearningReward):
                     float(outputs.loss.detach().sum()),
                     float(((outputs.odds > 0) == (outputs.label > 0)).sum()),
                 )
-            sum_gradients(parameters, self._accelerator)
-            nn.utils.clip_grad_norm_(parameters, 1.0)
-            self._optimizer.step()
-            self._optimizer.zero_grad()
-            sums += torch.tensor([*self._sum(loss, hits), count])
+            found = torch.tensor([*self._sum(loss, hits), count])
+            if self._update(max_norm=1.0):
+                sums += found
+            else:
+                skipped += 1
         if updates:
-            loss, accuracy, _ = (sums / sums[2]).tolist()
-            self._metrics = {f"{self.key}/loss": loss, f"{self.key}/accuracy": accuracy}
+            loss, accuracy, _ = (sums / sums[2]).tolist() if sums[2] else (math.nan,) * 3
+            names = {"loss": loss, "accuracy": accuracy, "skipped": float(skipped)}
+            self._metrics = {f"{self.key}/{name}": value for name, value in names.items() if math.isfinite(value)}
