@@ -228,8 +228,8 @@ class ProcessConfig:
             )
         if self.unit == "token" and self.delta:
             raise UserError(
-                "process.delta is true, and process.unit=token rewards tokens, of which Delta would leave the first alone "
-                "in the sum. Set process.unit=step, or process.delta=false."
+                "process.delta is true, and process.unit=token rewards tokens, of which Delta would "
+                "leave the first alone in the sum. Set process.unit=step, or process.delta=false."
             )
         if self.online is not None and self.replaces:
             raise UserError("process.online learns from the outcome, which process.replaces leaves out. Drop one.")

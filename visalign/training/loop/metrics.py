@@ -66,7 +66,7 @@ METRICS: dict[str, str] = {
     "entropy, ptx, replay",
     "tools/*": "means over completions: a tool's answers (calls), of these cut short (cut), completions "
     "whose tool failed (failed)",
-    "process_reward/*": "PRIME: loss (cross-entropy) and accuracy of its process reward, and updates skipped as not finite",
+    "process_reward/*": "PRIME: loss and accuracy of its process reward, and updates skipped as not finite",
     "latent_flow/*": "RLFR: loss of flow matching on right completions, mean over its steps (loss)",
     "replay/*": "self-imitation: samples kept (size) and drawn to be learnt from again (samples), the "
     "baseline of their advantages, the weight of their loss",
