@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from statistics import fmean
 from typing import Any
 
 from visalign.errors import suggestion
-from visalign.rewards.base.contract import check_choices
+from visalign.rewards.base.contract import RewardError, check_choices
 
 from .contract import TextRule, TextVerdict
 from .format import JsonFormat, TextFormat
@@ -24,7 +24,6 @@ def _count(pattern: str, text: str) -> int:
 
 
 def _holds(number: int, relation: str, limit: int) -> bool:
-    check_choices("constraints", relation=(relation, ("at least", "less than")))
     return number < limit if relation == "less than" else number >= limit
 
 
@@ -51,7 +50,7 @@ KINDS: dict[str, Callable[[str, Any], bool]] = {
     "keywords:existence": lambda t, a: all(_count(re.escape(word), t) for word in a["keywords"]),
     "keywords:frequency": lambda t, a: _holds(_count(re.escape(a["keyword"]), t), a["relation"], a["frequency"]),
     "keywords:forbidden_words": lambda t, a: not any(_count(rf"\b{re.escape(w)}\b", t) for w in a["forbidden_words"]),
-    "keywords:letter_frequency": lambda t, a: _holds(_count(a["letter"], t), a["let_relation"], a["let_frequency"]),
+    "keywords:letter_frequency": lambda t, a: _holds(_count(re.escape(a["letter"]), t), a["let_relation"], a["let_frequency"]),
     "length_constraints:number_words": lambda t, a: _holds(_count(r"\w+", t), a["relation"], a["num_words"]),
     "length_constraints:number_sentences": lambda t, a: _holds(
         _count(r"\w[^.!?]*([.!?]+(?=\s|$)|\Z)", t), a["relation"], a["num_sentences"]),
@@ -86,6 +85,29 @@ KINDS: dict[str, Callable[[str, Any], bool]] = {
 which are met at their highest value."""
 
 
+_LISTS, _NUMBERS = {"keywords", "forbidden_words", "tags"}, r"num_\w+|(\w+_)?frequency|nth_paragraph"
+_TEXTS = {"keyword", "letter", "first_word", "postscript_marker", "section_spliter", "prompt_to_repeat", "end_phrase"}
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _wanted(name: Any, value: Any) -> str | None:
+    """Say what an argument must be, or None where the value is it, or its kind checks it."""
+    relations = ("at least", "less than")
+    if name in _LISTS and not (isinstance(value, list | tuple) and value and all(map(_is_text, value))):
+        return "a list of texts, none of them blank"
+    if name in _TEXTS and not _is_text(value):
+        return "a text that is not blank"
+    if str(name).endswith("relation") and value not in relations:
+        return f"one of: {', '.join(relations)}"
+    lowest = int(name == "nth_paragraph")
+    if re.fullmatch(_NUMBERS, str(name)) and not (type(value) is int and value >= lowest):
+        return f"a whole number from {lowest}"
+    return None
+
+
 class Constraints(TextRule):
     """Share of the constraints of its record that a completion meets, or 1 where it meets all and else 0.
 
@@ -107,20 +129,27 @@ class Constraints(TextRule):
     def judge(self, completion: str, record: Mapping[str, Any]) -> TextVerdict:
         """Check the constraints of the record; the remark lists those that are not met."""
         kinds, options = record.get(IDS), record.get(OPTIONS)
-        if not isinstance(kinds, Sequence) or isinstance(kinds, str) or not kinds:
-            return TextVerdict(reason=f"its record has no list {IDS!r} of constraints, as google/IFEval has it")
+        if not isinstance(kinds, list | tuple) or not kinds:
+            why = f"its record has no list {IDS!r} of constraints, as google/IFEval has it, but {kinds!r:.60}"
+            return TextVerdict(reason=why)
         options, met = [{}] * len(kinds) if options is None else options, dict[str, list[bool]]()
+        if not isinstance(options, list | tuple) or not all(isinstance(each, Mapping | None) for each in options):
+            return TextVerdict(reason=f"its record's {OPTIONS!r} is {options!r:.60}; needed is a list of mappings")
         if len(options) != len(kinds):
             why = f"its record has {len(kinds)} constraints and {len(options)} {OPTIONS}; give one mapping for each"
             return TextVerdict(reason=why)
         for kind, arguments in zip(kinds, options, strict=True):
-            if kind not in KINDS:
+            if not isinstance(kind, str) or kind not in KINDS:
                 why = f"there is no constraint {kind!r}. {suggestion(str(kind), KINDS)}Known: {', '.join(KINDS)}"
                 return TextVerdict(reason=why)
             arguments = {key: value for key, value in (arguments or {}).items() if value is not None}
-            try:
-                met.setdefault(kind, []).append(KINDS[kind](completion, arguments))
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
+            wanted = {name: needed for name, value in arguments.items() if (needed := _wanted(name, value))}
+            for name, needed in wanted.items():
+                why = f"the constraint {kind} has {name}={arguments[name]!r:.60}; needed is {needed}"
+                return TextVerdict(reason=why)
+            try:  # a blank completion meets nothing
+                met.setdefault(kind, []).append(KINDS[kind](completion, arguments) and bool(completion.strip()))
+            except (KeyError, TypeError, ValueError, AttributeError, RewardError) as error:
                 problem = f"it needs {error}" if isinstance(error, KeyError) else str(error)
                 return TextVerdict(reason=f"the constraint {kind} has the arguments {arguments}: {problem}")
         share = fmean(fmean(results) for results in met.values() for _ in results)

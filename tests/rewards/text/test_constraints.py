@@ -59,6 +59,7 @@ def test_a_kind_is_met_and_missed(kind: str) -> None:
     scores = _scores([met, missed], [kind], [{**arguments, "of_another_kind": None}])
     assert (scores.value.tolist(), scores.text[1]) == ([1, 0], f"not met: {kind}"), scores
     assert set(TEXTS) == set(KINDS)
+    assert _scores(["", " \n"], [kind], [arguments]).value.tolist() == [0, 0], "a blank completion meets nothing"
 
 
 def test_the_share_is_over_the_constraints_and_kinds_have_columns() -> None:
@@ -79,8 +80,24 @@ def test_the_share_is_over_the_constraints_and_kinds_have_columns() -> None:
         (["language:response_language"], [{"language": "de"}], "there is no constraint 'language:response_language'"),
         (["punctuation:no_comma"], [{}, {}], "1 constraints and 2 kwargs; give one mapping for each"),
         (["keywords:frequency"], [{"keyword": "a", "frequency": 1}], "needs 'relation'"),
-        (["length_constraints:number_words"], [{"num_words": 3, "relation": "most"}], "'most'; allowed are at least"),
-        (["keywords:existence"], [{"keywords": [3]}], "has the arguments {'keywords': \\[3\\]}"),
+        (["length_constraints:number_words"], [{"num_words": 3, "relation": "most"}], r"relation='most'; needed is one of: at least"),
+        (["keywords:existence"], [{"keywords": [3]}], r"has keywords=\[3\]; needed is a list of texts"),
+        (["keywords:existence"], [{"keywords": []}], r"has keywords=\[\]; needed is a list of texts"),
+        (["keywords:existence"], [{"keywords": "sea"}], "has keywords='sea'; needed is a list of texts"),
+        (["keywords:forbidden_words"], [{"forbidden_words": [""]}], r"\[''\]; needed is a list of texts, none"),
+        (["startend:end_checker"], [{"end_phrase": " "}], "has end_phrase=' '; needed is a text that is not blank"),
+        (["startend:end_checker"], [{"end_phrase": 3}], "has end_phrase=3; needed is a text"),
+        (["detectable_format:number_bullet_lists"], [{"num_bullets": "2"}], "num_bullets='2'; needed is a whole numb"),
+        (["detectable_format:number_bullet_lists"], [{"num_bullets": True}], "num_bullets=True; needed is a whole"),
+        (["detectable_format:number_bullet_lists"], [{"num_bullets": -1}], "num_bullets=-1; needed is a .* from 0"),
+        (["text_format"], [{"tags": "think"}], "has tags='think'; needed is a list of texts"),
+        (["punctuation:no_comma"], ["{}"], r"'kwargs' is \['{}'\]; needed is a list of mappings"),
+        (["punctuation:no_comma"], "[{}]", r"'kwargs' is '\[{}\]'; needed is a list of mappings"),
+        (["punctuation:no_comma"], {"a": 1}, "'kwargs' is {'a': 1}; needed is a list of mappings"),
+        (["punctuation:no_comma"], [[]], r"'kwargs' is \[\[\]\]; needed is a list of mappings"),
+        ([["punctuation:no_comma"]], None, "there is no constraint"),
+        ({"punctuation:no_comma": 1}, None, "google/IFEval has it, but {'punctuation:no_comma': 1}"),
+        ('["punctuation:no_comma"]', None, "google/IFEval has it, but"),
         (["length"], [{"rule": "linear"}], "rule 'linear' takes scale"),
     ],
 )
@@ -88,6 +105,12 @@ def test_a_record_that_cannot_be_checked_gives_no_score(kinds: Any, arguments: A
     scores = _scores(["a"], kinds, arguments)
     assert not scores.valid.any()
     assert re.search(reason, scores.reason[0]), scores.reason
+
+
+def test_a_letter_is_no_pattern() -> None:
+    for letter, text in ((".", "abc"), ("(", "a(b")):
+        arguments = {"letter": letter, "let_frequency": 1, "let_relation": "at least"}
+        assert _scores([text], ["keywords:letter_frequency"], [arguments]).value.item() == float(letter in text)
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
