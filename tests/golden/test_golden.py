@@ -93,14 +93,12 @@ def test_a_corrupted_number_is_named(
 
 
 def test_command_line_from_another_folder(tmp_path: Path) -> None:
-    write(tmp_path, "A_advantages", [centred(), centred(name="bad_s0"), centred(name="trl_grpo_none_s8")])
+    off = centred(name="trl_grpo_none_s8", outputs={"advantages": [-1.0, 1.1, 0.0]})
+    write(tmp_path, "A_advantages", [centred(), centred(name="bad_s0"), off])
     command = [sys.executable, str(TESTS / "golden_runner.py"), "."]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "2 ok, 0 FAIL, 1 unknown" in done.stdout and "unknown variant A_advantages/bad: 1 cases" in done.stdout
-    write(tmp_path, "A_advantages", [centred(outputs={"advantages": [-1.0, 1.1, 0.0]})])
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and "FAIL A_advantages/trl_grpo_none_s7" in done.stdout
+    assert done.returncode == 1 and "FAIL A_advantages/trl_grpo_none_s8" in done.stdout, done.stderr
+    assert "1 ok, 1 FAIL, 1 unknown" in done.stdout and "unknown variant A_advantages/bad: 1 cases" in done.stdout
 
 
 def test_the_paper_wins_over_the_peer(runner: ModuleType, tmp_path: Path) -> None:
