@@ -71,7 +71,10 @@ def join(members: Sequence[str], output: Path) -> None:
     pairs = shapes_pairs(ALIGN_SEED, ALIGNED, split="train")
     known = [(image, one.prompt) for one in map(pairs.__getitem__, range(ALIGNED)) for image in one.images]
     judge.align([image for image, _ in known], [prompt for _, prompt in known])
-    judge.save(output, dtype=torch.float16)
+    with torch.no_grad():
+        for value in judge.model.tensors().values():
+            value.copy_(value.half())  # exact numbers of float16 are saved as such
+    judge.save(output)
 
 
 @torch.no_grad()

@@ -45,7 +45,7 @@ class DiffusersPolicy(ABC):
         if size != self._image_size:
             self._resize(size)
             self._image_size = size
-            self.__dict__.pop("_encoder", None)  # what it measured was of the other size
+            vars(self).pop("_encoder", None)  # what it measured was of the other size
 
     @abstractmethod
     def _resize(self, size: int | tuple[int, int] | None) -> None:
