@@ -192,21 +192,15 @@ def _training(config: Mapping[str, Any], summary: Mapping[str, Any]) -> Iterator
     yield "## Training\n\n| | |\n|---|---|"
     yield f"| prompts | {Path(str(data.get('train'))).name}; held out: {Path(str(data.get('heldout'))).name} |"
     for label, term in terms.items():
-        weight = f"weight {_weight(term['weight'])}" if term.get("weight") else "recorded only"
+        if isinstance(weight := term.get("weight"), Mapping):
+            weight = "{start:g} to {end:g} over {iterations} iterations, {shape}".format_map(weight)
+        weight = f"weight {weight}" if weight else "recorded only"
         yield f"| reward {label} | {Path(str(term.get('name') or label)).name}, {weight} |"
     yield f"| iterations | {summary.get('iterations')}, in {duration(summary.get('seconds') or 0.0)} |"
     yield f"| command | `visalign train {CONFIG}` with [{CONFIG}]({CONFIG}) |"
     versions = summary["versions"]
     names = [name for name in ("visalign", "torch", "diffusers", "transformers", "peft") if name in versions]
     yield f"| versions | {', '.join(f'{name} {versions[name]}' for name in names)} |\n"
-
-
-def _weight(weight: Any) -> str:
-    """Write a weight, or a schedule of it."""
-    if not isinstance(weight, Mapping):
-        return str(weight)
-    start, end, shape = (weight.get(key, default) for key, default in (("start", 1), ("end", 0), ("shape", "linear")))
-    return f"{start:g} to {end:g} over {weight['iterations']} iterations, {shape}"
 
 
 def check_name(name: str) -> None:

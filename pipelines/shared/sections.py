@@ -95,8 +95,7 @@ class WeightSchedule:
     def __post_init__(self) -> None:
         if not max(self.start, self.end):
             raise UserError(
-                "A term's weight.start and weight.end are 0 in rewards.terms; allowed is one above 0. Give weight=0, "
-                "which only records the reward."
+                "rewards.terms: a weight's start and end are 0. Give weight=0, which only records a reward."
             )
 
     def at(self, iteration: int) -> float:

@@ -227,10 +227,7 @@ class ProcessConfig:
                 "the model that process.model was before its training; PRIME begins with both the same."
             )
         if self.unit == "token" and self.delta:
-            raise UserError(
-                "process.delta is true, and process.unit=token rewards tokens, of which Delta would "
-                "leave the first alone in the sum. Set process.unit=step, or process.delta=false."
-            )
+            raise UserError("process.delta=true compares steps, and process.unit is token. Set process.unit=step.")
         if self.online is not None and self.replaces:
             raise UserError("process.online learns from the outcome, which process.replaces leaves out. Drop one.")
         if self.options and self.reference is not None:

@@ -86,26 +86,26 @@ KINDS: dict[str, Callable[[str, Any], bool]] = {
 which are met at their highest value."""
 
 
-_LISTS, _NUMBERS = {"keywords", "forbidden_words", "tags"}, r"num_\w+|(\w+_)?frequency|nth_paragraph"
-_TEXTS = {"keyword", "letter", "first_word", "postscript_marker", "section_spliter", "prompt_to_repeat", "end_phrase"}
-
-
 def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
-def _wanted(name: Any, value: Any) -> str | None:
-    """Say what an argument must be, or None where the value is it, or its kind checks it."""
-    relations = ("at least", "less than")
-    if name in _LISTS and not (isinstance(value, list | tuple) and value and all(map(_is_text, value))):
-        return "a list of texts, none of them blank"
-    if name in _TEXTS and not _is_text(value):
-        return "a text that is not blank"
-    if str(name).endswith("relation") and value not in relations:
-        return f"one of: {', '.join(relations)}"
-    lowest = int(name == "nth_paragraph")
-    if re.fullmatch(_NUMBERS, str(name)) and not (type(value) is int and value >= lowest):
-        return f"a whole number from {lowest}"
+_TEXTS = "keyword|letter|first_word|postscript_marker|section_spliter|prompt_to_repeat|end_phrase"
+_ARGUMENTS: list[tuple[str, Callable[[Any], Any], str]] = [
+    ("keywords|forbidden_words|tags", lambda v: isinstance(v, list) and v and all(map(_is_text, v)), "list of texts"),
+    (_TEXTS, _is_text, "text that is not blank"),
+    (r"(\w+_)?relation", lambda v: v in ("at least", "less than"), "choice of: at least, less than"),
+    (r"num_\w+|(\w+_)?frequency", lambda v: type(v) is int and v >= 0, "whole number from 0"),
+    ("nth_paragraph", lambda v: type(v) is int and v > 0, "whole number from 1"),
+]
+"""Names of arguments, what they must meet, and how it is called."""
+
+
+def _wrong(arguments: Mapping[str, Any]) -> str | None:
+    for names, is_right, needed in _ARGUMENTS:
+        for name, value in arguments.items():
+            if re.fullmatch(names, name) and not is_right(value):
+                return f"has {name}={value!r:.60}; needed is a {needed}"
     return None
 
 
@@ -143,11 +143,9 @@ class Constraints(TextRule):
             if not isinstance(kind, str) or kind not in KINDS:
                 why = f"there is no constraint {kind!r}. {suggestion(str(kind), KINDS)}Known: {', '.join(KINDS)}"
                 return TextVerdict(reason=why)
-            arguments = {key: value for key, value in (arguments or {}).items() if value is not None}
-            wanted = {name: needed for name, value in arguments.items() if (needed := _wanted(name, value))}
-            for name, needed in wanted.items():
-                why = f"the constraint {kind} has {name}={arguments[name]!r:.60}; needed is {needed}"
-                return TextVerdict(reason=why)
+            arguments = {str(key): value for key, value in (arguments or {}).items() if value is not None}
+            if why := _wrong(arguments):
+                return TextVerdict(reason=f"the constraint {kind} {why}")
             try:  # a blank completion meets nothing
                 met.setdefault(kind, []).append(KINDS[kind](completion, arguments) and bool(completion.strip()))
             except (KeyError, TypeError, ValueError, AttributeError, RewardError) as error:

@@ -300,7 +300,10 @@ def test_a_resumed_prime_is_the_uninterrupted_one(inputs: Path, tmp_path: Path) 
         (["process.model=x", "process.unit=token"], "process.reference is null"),
         (["process={model: x, reference: y, online: {}, replaces: true}"], "process.replaces leaves out. Drop one"),
         (["process={model: x, reference: y, online: {lr: 0}}"], "process.online.lr"),
-        (["process={model: x, reference: y, unit: token, delta: true}"], r"delta is true.*Set process.unit=step"),
+        (
+            ["process={model: x, reference: y, unit: token, delta: true}"],
+            "delta=true compares steps.*Set process.unit=step",
+        ),
     ],
 )
 def test_what_prime_refuses(changes: list[str], message: str) -> None:

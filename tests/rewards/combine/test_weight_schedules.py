@@ -97,7 +97,7 @@ def test_image_trainers_read_the_same_setting(algorithm: str, tmp_path: Any) -> 
         (
             TextGRPOConfig,
             ["rewards.terms={task_answer: {weight: {start: 0, end: 0, iterations: 3}}}"],
-            r"weight\.start and weight\.end are 0 in rewards\.terms",
+            "rewards.terms: a weight's start and end are 0",
         ),
         (TextGRPOConfig, ["rewards.terms={task_answer: {bound: 1, weight: {iterations: 3}}}"], "constant weight"),
         (

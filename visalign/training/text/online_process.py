@@ -95,7 +95,7 @@ class OnlineProcessReward(LearningReward):
         texts = ImplicitTexts(self.model, rollout, label, beta=self._beta, reference=self.reference)
         seed = sample_seed(self._seed, self.key, iteration, self._accelerator.process_index)
         order = torch.randperm(len(texts.rows), generator=torch.Generator().manual_seed(seed))
-        sums, skipped = torch.zeros(3), 0  # Σ loss, hits and labels of the updates, and updates that were none
+        sums = torch.zeros(4)  # Σ loss, hits, labels and number of the updates taken
         updates = math.ceil(self._sum(len(order))[0] / self._settings.batch)
         for part in order.tensor_split(updates) if updates else ():
             count = self._sum(len(part))[0]
@@ -103,16 +103,12 @@ class OnlineProcessReward(LearningReward):
             if len(part):
                 outputs = texts.outputs([texts.rows[i] for i in part.tolist()])
                 (outputs.loss.sum() / count).backward()
-                loss, hits = (
-                    float(outputs.loss.detach().sum()),
-                    float(((outputs.odds > 0) == (outputs.label > 0)).sum()),
-                )
-            found = torch.tensor([*self._sum(loss, hits), count])
+                is_hit = (outputs.odds > 0) == (outputs.label > 0)
+                loss, hits = float(outputs.loss.detach().sum()), float(is_hit.sum())
+            found = torch.tensor([*self._sum(loss, hits), count, 1])
             if self._update(max_norm=1.0):
                 sums += found
-            else:
-                skipped += 1
         if updates:
-            loss, accuracy, _ = (sums / sums[2]).tolist() if sums[2] else (math.nan,) * 3
-            names = {"loss": loss, "accuracy": accuracy, "skipped": float(skipped)}
+            loss, accuracy = (sums[:2] / sums[2]).tolist()  # NaN where no update was taken
+            names = {"loss": loss, "accuracy": accuracy, "skipped": updates - float(sums[3])}
             self._metrics = {f"{self.key}/{name}": value for name, value in names.items() if math.isfinite(value)}
