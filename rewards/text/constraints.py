@@ -96,17 +96,9 @@ _ARGUMENTS: list[tuple[str, Callable[[Any], Any], str]] = [
     (_TEXTS, _is_text, "text that is not blank"),
     (r"(\w+_)?relation", lambda v: v in ("at least", "less than"), "choice of: at least, less than"),
     (r"num_\w+|(\w+_)?frequency", lambda v: type(v) is int and v >= 0, "whole number from 0"),
-    ("nth_paragraph", lambda v: type(v) is int and v > 0, "whole number from 1"),
+    ("nth_paragraph|max_length|cache", lambda v: type(v) is int and v > 0, "whole number from 1"),
 ]
 """Names of arguments, what they must meet, and how it is called."""
-
-
-def _wrong(arguments: Mapping[str, Any]) -> str | None:
-    for names, is_right, needed in _ARGUMENTS:
-        for name, value in arguments.items():
-            if re.fullmatch(names, name) and not is_right(value):
-                return f"has {name}={value!r:.60}; needed is a {needed}"
-    return None
 
 
 class Constraints(TextRule):
@@ -131,8 +123,7 @@ class Constraints(TextRule):
         """Check the constraints of the record; the remark lists those that are not met."""
         kinds, options = record.get(IDS), record.get(OPTIONS)
         if not isinstance(kinds, list | tuple) or not kinds:
-            why = f"its record has no list {IDS!r} of constraints, as google/IFEval has it, but {kinds!r:.60}"
-            return TextVerdict(reason=why)
+            return TextVerdict(reason=f"no list {IDS!r} of constraints, as google/IFEval has it, but {kinds!r:.60}")
         options, met = [{}] * len(kinds) if options is None else options, dict[str, list[bool]]()
         if not isinstance(options, list | tuple) or not all(isinstance(each, Mapping | None) for each in options):
             return TextVerdict(reason=f"its record's {OPTIONS!r} is {options!r:.60}; needed is a list of mappings")
@@ -144,8 +135,11 @@ class Constraints(TextRule):
                 why = f"there is no constraint {kind!r}. {suggestion(str(kind), KINDS)}Known: {', '.join(KINDS)}"
                 return TextVerdict(reason=why)
             arguments = {str(key): value for key, value in (arguments or {}).items() if value is not None}
-            if why := _wrong(arguments):
-                return TextVerdict(reason=f"the constraint {kind} {why}")
+            for names, is_right, needed in _ARGUMENTS:
+                for name, value in arguments.items():
+                    if re.fullmatch(names, name) and not is_right(value):
+                        why = f"the constraint {kind} has {name}={value!r:.60}; needed is a {needed}"
+                        return TextVerdict(reason=why)
             try:  # a blank completion meets nothing
                 met.setdefault(kind, []).append(KINDS[kind](completion, arguments) and bool(completion.strip()))
             except (KeyError, TypeError, ValueError, AttributeError, RewardError) as error:

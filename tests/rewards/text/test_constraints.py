@@ -95,6 +95,7 @@ def test_the_share_is_over_the_constraints_and_kinds_have_columns() -> None:
         (["detectable_format:number_bullet_lists"], [{"num_bullets": True}], "num_bullets=True; needed is a whole"),
         (["detectable_format:number_bullet_lists"], [{"num_bullets": -1}], "num_bullets=-1; needed is a .* from 0"),
         (["text_format"], [{"tags": "think"}], "has tags='think'; needed is a list of texts"),
+        (["length"], [{"max_length": "", "cache": 1}], "has max_length=''; needed is a whole number from 1"),
         (["punctuation:no_comma"], ["{}"], r"'kwargs' is \['{}'\]; needed is a list of mappings"),
         (["punctuation:no_comma"], "[{}]", r"'kwargs' is '\[{}\]'; needed is a list of mappings"),
         (["punctuation:no_comma"], {"a": 1}, "'kwargs' is {'a': 1}; needed is a list of mappings"),

@@ -105,9 +105,8 @@ class OnlineProcessReward(LearningReward):
                 (outputs.loss.sum() / count).backward()
                 is_hit = (outputs.odds > 0) == (outputs.label > 0)
                 loss, hits = float(outputs.loss.detach().sum()), float(is_hit.sum())
-            found = torch.tensor([*self._sum(loss, hits), count, 1])
             if self._update(max_norm=1.0):
-                sums += found
+                sums += torch.tensor([*self._sum(loss, hits), count, 1])
         if updates:
             loss, accuracy = (sums[:2] / sums[2]).tolist()  # NaN where no update was taken
             names = {"loss": loss, "accuracy": accuracy, "skipped": updates - float(sums[3])}
