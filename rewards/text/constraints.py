@@ -125,7 +125,7 @@ class Constraints(TextRule):
         if not isinstance(kinds, list | tuple) or not kinds:
             return TextVerdict(reason=f"no list {IDS!r} of constraints, as google/IFEval has it, but {kinds!r:.60}")
         options, met = [{}] * len(kinds) if options is None else options, dict[str, list[bool]]()
-        if not isinstance(options, list | tuple) or not all(isinstance(each, Mapping | None) for each in options):
+        if not isinstance(options, list | tuple) or not all(isinstance(entry, Mapping | None) for entry in options):
             return TextVerdict(reason=f"its record's {OPTIONS!r} is {options!r:.60}; needed is a list of mappings")
         if len(options) != len(kinds):
             why = f"its record has {len(kinds)} constraints and {len(options)} {OPTIONS}; give one mapping for each"
