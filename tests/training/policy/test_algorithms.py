@@ -19,8 +19,8 @@ from visalign.rewards import WeightedSum, WeightedTextSum
 from visalign.training import DiffusionObjectiveSettings, TextObjectiveSettings
 
 TEXT_ONLY = {
-    *("ppo", "ppo_kl", "ppo_ptx", "safe", "remax", "opo", "dppo_tv", "dppo_kl", "top_entropy"),
-    *("clip_cov", "kl_cov", "aem", "empg", "perplexity", "siren", "epo", "tea"),
+    *("ppo", "ppo_kl", "ppo_ptx", "safe", "remax", "opo", "dppo_tv", "dppo_kl", "cppo", "drpo"),
+    *("top_entropy", "clip_cov", "kl_cov", "aem", "empg", "perplexity", "siren", "epo", "tea"),
     *("clip_b", "clip_v", "steer", "pear", "ares", "likelihood", "jepo"),
     *("rank_bonus", "rlfr", "grpo_process", "prime", "aepo"),
     "canon",  # without objective.metric

@@ -279,7 +279,7 @@ def test_the_table_of_metrics_lists_what_a_run_logs(tmp_path):
     # with another engine; of supervised fine-tuning, direct preference optimisation, self-imitation
     elsewhere = {"engine_gap", "perplexity", "rewards/*", "logps/*", "label_mean", "replay/*", "tools/*"}
     # of a reward that names answers, and of a second iteration
-    elsewhere |= {"latent_flow/*", "entropy_answer", "entropy_drop", "entropy_drop_foreseen"}
+    elsewhere |= {"latent_flow/*", "process_reward/*", "entropy_answer", "entropy_drop", "entropy_drop_foreseen"}
     assert set(TEXT_ONLY) - families == elsewhere and families <= set(METRICS)
 
 
