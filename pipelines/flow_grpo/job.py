@@ -20,7 +20,7 @@ from visalign.pipelines.shared.parts import build_accelerator, evenly_spaced
 from visalign.training.loop.progress import POLICY_COLUMNS, SUPERVISED_COLUMNS
 
 from .config import FlowGRPOConfig, ModelConfig, PrefGRPOConfig, SFTImagesConfig
-from .inputs import prepare
+from .inputs import Inputs, prepare
 from .parts import build_drift, build_evaluator, build_policy, write_images
 from .plan import estimate, plan
 from .stored_pairs import stored_latents
@@ -30,33 +30,11 @@ __all__ = ["FlowGRPOConfig", "PrefGRPOConfig", "SFTImagesConfig", "estimate", "p
 
 def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
     """Build the objects of a run, without writing anything."""
-    from visalign.training import FlowGRPO, RewardGradient, VelocityRegression
-
     accelerator = build_accelerator(config, output)
     inputs = prepare(config, accelerator.num_processes, str(accelerator.device))
     policy = build_policy(config.model, accelerator.device, config.seed)
-    objective, rollout, evaluation = config.objective, config.rollout, config.evaluation
-    keeps, row = rollout.keep_images and accelerator.is_main_process, objective.regression
-    kind = VelocityRegression if row else RewardGradient if objective.ascent else FlowGRPO
-    algorithm = kind(
-        policy,
-        inputs.reward,
-        inputs.records,
-        rollout=rollout,
-        objective=objective,
-        seed=config.seed,
-        accelerator=accelerator,
-        strata=inputs.strata,
-        cycle=config.data.cycle,
-        sharding=config.run.sharding,
-        features=inputs.features,
-        stored=stored_latents(policy, inputs.records[0]) if config.data.is_stored else None,
-        caption_dropout=config.data.caption_dropout,
-        dynamic=config.dynamic,
-        references=inputs.references,
-        self_imitation=config.self_imitation,
-        keep_images=partial(write_images, output / "rollouts") if keeps else None,
-    )
+    algorithm = _build_algorithm(config, policy, inputs, accelerator, output)
+    rollout, evaluation, row = config.rollout, config.evaluation, config.objective.regression
     sampling = {"steps": rollout.steps, "timestep_schedule": rollout.timestep_schedule}
     measure = build_evaluator(evaluation, policy, inputs.rewards, accelerator=accelerator, **sampling)
     prompts = evenly_spaced(inputs.heldout, evaluation.prompts_on_the_way)
@@ -81,7 +59,7 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
         optimized=() if config.data.is_stored else config.rewards.optimized,
         columns=SUPERVISED_COLUMNS if row and row.learns_alike else POLICY_COLUMNS,
         fingerprints=inputs.fingerprints,
-        title=f"{objective.algorithm} on {config.model.path}",
+        title=f"{config.objective.algorithm} on {config.model.path}",
         policy=policy,
         samples="images",
         load_code=load_code(config, output),
@@ -93,6 +71,34 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
 
 
 run = partial(run_job, build=_build)
+
+
+def _build_algorithm(config: FlowGRPOConfig, policy: Any, inputs: Inputs, accelerator: Any, output: Path) -> Any:
+    """Build the trainer's algorithm of the kind that the objective names."""
+    from visalign.training import FlowGRPO, RewardGradient, VelocityRegression
+
+    objective = config.objective
+    kind = VelocityRegression if objective.regression else RewardGradient if objective.ascent else FlowGRPO
+    keeps = config.rollout.keep_images and accelerator.is_main_process
+    return kind(
+        policy,
+        inputs.reward,
+        inputs.records,
+        rollout=config.rollout,
+        objective=objective,
+        seed=config.seed,
+        accelerator=accelerator,
+        strata=inputs.strata,
+        cycle=config.data.cycle,
+        sharding=config.run.sharding,
+        features=inputs.features,
+        stored=stored_latents(policy, inputs.records[0]) if config.data.is_stored else None,
+        caption_dropout=config.data.caption_dropout,
+        dynamic=config.dynamic,
+        references=inputs.references,
+        self_imitation=config.self_imitation,
+        keep_images=partial(write_images, output / "rollouts") if keeps else None,
+    )
 
 
 def _image_counts(c: Any) -> dict[str, float]:

@@ -32,10 +32,6 @@ OUTSIDE_THE_WHEEL = ("tests/", "docs/", "assets/build/")
 LOOK_AGAIN_LINES = 500
 LOOK_AGAIN_FUNCTION = 60
 LOOKED_AT = {
-    "pipelines/flow_grpo/job.py:_build": "each part of a run is built once, and handed on by name",
-    "visalign/training/diffusion/images.py:__init__": "a third is its arguments, and each part is built once",
-    "visalign/training/diffusion/rollout_settings.py:_broken_rules": "a rule and its message after the other",
-    "visalign/training/diffusion/rollout_settings.py:_conflicts": "a rule and its message after the other",
     "visalign/training/text/rl.py:__init__": "a third is its arguments, and each part is built once",
     "pipelines/cli/collect.py:collect": "an option a line, and the calls of four uses",
     "pipelines/cli/evaluate.py:evaluate": "an option a line, and one call",

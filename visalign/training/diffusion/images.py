@@ -136,26 +136,14 @@ class ImageAlgorithm(Algorithm):
         self.caption_dropout = caption_dropout
         in_thread = rollout.overlap > 1 or rollout.staleness > 0
         self.scorer = RewardScorer(as_higher_is_better(reward), what="images", in_thread=in_thread)
-        size = rollout.prompts_per_iteration, rollout.group_size
-        compared, buckets = settings.regression is None or settings.regression.compares, []
-        if stored is not None and rollout.image_sizes:
-            buckets = [record["bucket"] for record in records if "bucket" in record]
-        order: dict[str, Any] = {"strata": strata, "cycle": cycle, "compared": compared}
-        plain = partial(PromptSampler, len(records), *size, seed, **order)
-        self.sampler = BucketSampler(buckets, *size, seed) if buckets else plain()
-        self.samples = size[0] * size[1]
+        self.sampler = self._build_sampler(strata, cycle)
+        self.samples = rollout.prompts_per_iteration * rollout.group_size
         self.shares = Shares.even(self.samples, self.accelerator)
         self.gather_all = self.shares.gather_all
         policy.module.eval()  # with dropout the replay would evaluate another function than the rollout
         check_sizes(policy, rollout.image_sizes)
         self._default_size = getattr(policy, "image_size", None)
-        try:
-            for number in range(len(rollout.image_sizes or ())):  # refused before an image is sampled
-                self._set_size(number)
-        except UserError as error:
-            raise UserError(f"rollout.image_sizes: {error}") from error
-        finally:
-            self.resize(None)
+        self._check_image_sizes()
         self.reference = Reference(policy, settings)
         self.constraints = RewardConstraints(reward, settings.multiplier_rate)
         self.balance = None if settings.balance_every is None else RewardBalance(reward, settings.balance_every)
@@ -163,6 +151,29 @@ class ImageAlgorithm(Algorithm):
 
     def setup(self) -> None:
         """Build the objective and the trained module."""
+
+    def _build_sampler(
+        self, strata: Sequence[str] | None, cycle: Sequence[str] | None
+    ) -> PromptSampler | BucketSampler:
+        """Build the order of the prompts; stored images of several sizes come bucket by bucket."""
+        rollout, row = self.rollout, self.settings.regression
+        size, buckets = (rollout.prompts_per_iteration, rollout.group_size), []
+        if self.stored is not None and rollout.image_sizes:
+            buckets = [record["bucket"] for record in self.records if "bucket" in record]
+        if buckets:
+            return BucketSampler(buckets, *size, self.seed)
+        order: dict[str, Any] = {"strata": strata, "cycle": cycle, "compared": row is None or row.compares}
+        return PromptSampler(len(self.records), *size, self.seed, **order)
+
+    def _check_image_sizes(self) -> None:
+        """Refuse sizes that the policy has no use for, before an image is sampled."""
+        try:
+            for number in range(len(self.rollout.image_sizes or ())):
+                self._set_size(number)
+        except UserError as error:
+            raise UserError(f"rollout.image_sizes: {error}") from error
+        finally:
+            self.resize(None)
 
     def resize(self, iteration: int | None) -> None:
         """Set the policy to an iteration's image size; None restores its own, as between iterations."""

@@ -15,6 +15,7 @@ import numpy as np
 from pydantic import Field
 from torch import Tensor
 
+from visalign.core.regression.rows import Regression
 from visalign.errors import UserError
 from visalign.flow.rollout import visited_steps
 from visalign.flow.transitions import REPLACING, SHARES, Solver
@@ -273,24 +274,28 @@ def _broken_rules(s: RolloutSettings) -> Iterator[str]:
             "rollout.staleness=1 samples the next iteration before this one is trained on, and rollout.image_sizes "
             f"{s.image_sizes} gives it another size. Leave one of the two out."
         )
-    if s.branch is None:
-        return
+    if s.branch is not None:
+        yield from _broken_branch(s, s.branch)
+
+
+def _broken_branch(s: RolloutSettings, branch: BranchSettings) -> Iterator[str]:
+    steps = s.stochastic
     if s.shared_noise or s.sde_window:
         yield (
             "rollout.branch fixes which steps samples share, and rollout."
             f"{'shared_noise' if s.shared_noise else 'sde_window'} is set too. Leave one of the two out."
         )
-    if _is_no_subset(s.branch.at, steps):
-        yield f"rollout.branch.at is {s.branch.at}; list different steps among the stochastic steps {steps}."
-    if s.group_size % s.branch.leaves:
+    if _is_no_subset(branch.at, steps):
+        yield f"rollout.branch.at is {branch.at}; list different steps among the stochastic steps {steps}."
+    if s.group_size % branch.leaves:
         yield (
-            f"rollout.group_size is {s.group_size}, and a tree with {s.branch.children} children at the steps "
-            f"{s.branch.at} has {s.branch.leaves} images. Take a multiple of {s.branch.leaves}, or other "
+            f"rollout.group_size is {s.group_size}, and a tree with {branch.children} children at the steps "
+            f"{branch.at} has {branch.leaves} images. Take a multiple of {branch.leaves}, or other "
             "rollout.branch.at and children."
         )
     for step in (step for step in s.trained if s.paths(step + 1) == 1):
         yield (
-            f"rollout.branch.at is {s.branch.at}, and all images of a prompt share step {step}: there is nothing to "
+            f"rollout.branch.at is {branch.at}, and all images of a prompt share step {step}: there is nothing to "
             f"compare it with. Branch there, take {step} out of rollout.sde_steps or train_steps, or let "
             "rollout.group_size hold several trees."
         )
@@ -303,7 +308,7 @@ _STOCHASTIC_STEPS = (
 """Settings of stochastic steps; along the ODE one initial noise gives one image."""
 
 
-def _conflicts(objective: DiffusionObjectiveSettings, rollout: RolloutSettings, stored: bool) -> Iterator[str]:
+def _conflicts(objective: DiffusionObjectiveSettings, rollout: RolloutSettings) -> Iterator[str]:
     row, name, steps = objective.regression, f"objective.algorithm={objective.algorithm}", rollout.steps
     if objective.credit == "turning_points" and rollout.ode_compression is not None:
         yield (
@@ -338,21 +343,6 @@ def _conflicts(objective: DiffusionObjectiveSettings, rollout: RolloutSettings, 
                 f"{name} samples along the ODE, without stochastic steps. Set "
                 f"rollout.{unused}={json.dumps(defaults[unused])}."
             )
-    if row and row.anchor == "expert" and not objective.experts:
-        yield (
-            f"{name} learns from experts, and there are none. Set objective.experts to the folders of trained "
-            'policies, e.g. {counting: runs/a/lora, "*": runs/b/lora}.'
-        )
-    if row and row.visited and rollout.branch:
-        yield (
-            f"rollout.branch is {rollout.branch}, and {name} learns at each image's own states. Set "
-            "rollout.branch=null."
-        )
-    if row and row.density == "sampler" and not row.visited and not row.continuous and (row.levels or 0) > steps:
-        yield (
-            f"objective.changes.levels is {row.levels}, and the sampler has {steps} timesteps. Take at most {steps}, "
-            "or also levels between them: objective.changes.continuous=true."
-        )
     if objective.ascent and objective.ascent.last > steps:
         yield (
             f"objective.changes.last is {objective.ascent.last}, and rollout.steps is {steps}. Take at most {steps}."
@@ -365,23 +355,38 @@ def _conflicts(objective: DiffusionObjectiveSettings, rollout: RolloutSettings, 
             f"objective.step_weights is {objective.step_weights} for {steps} steps; give one weight for each step, 0 "
             "for those that are not trained."
         )
-    if stored and _needs_samples(objective):
+
+
+def _regression_conflicts(
+    objective: DiffusionObjectiveSettings, row: Regression, rollout: RolloutSettings, stored: bool
+) -> Iterator[str]:
+    name, steps = f"objective.algorithm={objective.algorithm}", rollout.steps
+    if row.anchor == "expert" and not objective.experts:
         yield (
-            f"{name} learns from samples of the policy itself, or does so by objective.changes, and images of "
-            "data.pairs are from elsewhere. Take diffusion_dpo, gdro, diffusion_kto, reward_weighted or rejection "
-            "as published, or leave data.pairs out."
+            f"{name} learns from experts, and there are none. Set objective.experts to the folders of trained "
+            'policies, e.g. {counting: runs/a/lora, "*": runs/b/lora}.'
         )
-    if stored and row and row.learns_alike and rollout.group_size > 1:
+    if row.visited and rollout.branch:
+        yield (
+            f"rollout.branch is {rollout.branch}, and {name} learns at each image's own states. Set "
+            "rollout.branch=null."
+        )
+    if row.density == "sampler" and not row.visited and not row.continuous and (row.levels or 0) > steps:
+        yield (
+            f"objective.changes.levels is {row.levels}, and the sampler has {steps} timesteps. Take at most {steps}, "
+            "or also levels between them: objective.changes.continuous=true."
+        )
+    if stored and row.learns_alike and rollout.group_size > 1:
         yield (
             f"rollout.group_size is {rollout.group_size}, and an image with its caption has no group. Set "
             "rollout.group_size=1; rollout.prompts_per_iteration is then the number of images."
         )
-    if not stored and row and row.learns_alike:
+    if not stored and row.learns_alike:
         yield (
             f"{name} learns every image alike, good or bad. Set data.images to images with captions, or take "
             "objective.algorithm=rejection to learn from the best samples."
         )
-    if not stored and row and row.loss_options.get("soft"):
+    if not stored and row.loss_options.get("soft"):
         yield (
             f"{name} has loss_options soft=true, which takes votes for probabilities, and samples of the policy have "
             "none. Set data.pairs to stored pairs, or soft=false."
@@ -401,7 +406,15 @@ def check_sampling(objective: DiffusionObjectiveSettings, rollout: RolloutSettin
     """Refuse an objective and a rollout, or with `stored` stored pairs of images, that do not fit each other."""
     row = objective.regression
     check_batch_algebra(rollout.prompts_per_iteration, rollout.group_size, compared=row is None or row.compares)
-    refuse(_conflicts(objective, rollout, stored))
+    refuse(_conflicts(objective, rollout))
+    if stored and _needs_samples(objective):
+        raise UserError(
+            f"objective.algorithm={objective.algorithm} learns from samples of the policy itself, or does so by "
+            "objective.changes, and images of data.pairs are from elsewhere. Take diffusion_dpo, gdro, diffusion_kto, "
+            "reward_weighted or rejection as published, or leave data.pairs out."
+        )
+    if row is not None:
+        refuse(_regression_conflicts(objective, row, rollout, stored))
 
 
 def check_more_samples(
