@@ -238,8 +238,14 @@ class FlowGRPOConfig:
 
     @property
     def rewarded(self) -> Mapping[str, RewardTerm]:
-        """label -> reward that samples are given; none of stored pairs."""
-        return {} if self.data.is_stored else self.rewards.terms
+        """label -> reward that samples are given."""
+        return {} if self.learns_unrewarded else self.rewards.terms
+
+    @property
+    def learns_unrewarded(self) -> bool:
+        """True of stored images, and of a student that learns from its teacher alone."""
+        few_step = self.objective.few_step
+        return self.data.is_stored or (few_step is not None and not few_step.surrogate)
 
 
 def _unfit_images(s: FlowGRPOConfig) -> Iterator[str]:
@@ -282,7 +288,7 @@ def _broken_rules(s: FlowGRPOConfig) -> Iterator[str]:
             "data.pairs are compared already, and comparison says how samples are. Leave one of them out "
             "(pipeline: flow_grpo)."
         )
-    if s.rollout.keep_images and (s.data.is_stored or s.objective.ascent is not None):
+    if s.rollout.keep_images and (s.learns_unrewarded or s.objective.ascent is not None):
         reason = (
             "stored images are" if s.data.is_stored else f"those of objective.algorithm={s.objective.algorithm} are"
         )

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from visalign.adapters.catalogue import edits_of, has_two_halves, joins_sources
+from visalign.adapters.catalogue import edits_of, has_two_halves, is_distilled, joins_sources
 from visalign.data.sets.prompt_files import Edits, listed_sources, record_key
 from visalign.errors import UserError, suggestion
 from visalign.evaluation.heldout.correctness import check_judge
@@ -75,6 +75,8 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
         heldout = build_records(data.heldout, "data.heldout", edits=edits, **reading)
     if not (terms := {**evaluation.rewards, **config.rewarded}):
         notes = (*notes, "Held-out prompts are not scored: name a reward, evaluation.rewards={clip_score: {}}.")
+    if is_distilled(config.model.path, *model):
+        notes = (*notes, *_distilled_notes(config))
     check_routes(config.rewarded, records)
     judges = load_terms(terms, load_judge, device)
     rewards: dict[str, Any] = {
@@ -87,7 +89,7 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
             f"evaluation.rewards names {', '.join(of_sets)}, which judges sets of a training and no held-out "
             "image. Name it in rewards.terms only."
         )
-    if data.is_stored:
+    if config.learns_unrewarded:
         reward: Any = StoredPreference()
     elif config.comparison is None:
         reward = weighted_sum(config.rewards, pointwise_only(judges, needed=config.rewards.terms), WeightedSum)
@@ -129,6 +131,22 @@ def _training_records(
     return "data.train", build_records(data.train, "data.train", edits=edits, **reading), ()
 
 
+def _distilled_notes(config: FlowGRPOConfig) -> Iterator[str]:
+    """Refuse a distilled student without its teacher; warn of losses that blur it."""
+    objective, path = config.objective, config.model.path
+    if objective.few_step is not None and objective.teacher is None:
+        raise UserError(
+            f"{path} is distilled, and objective.algorithm={objective.algorithm} compares it with a teacher of many "
+            "steps, which is missing. Set objective.teacher to the model before its distillation, e.g. "
+            "Tongyi-MAI/Z-Image of Z-Image-Turbo, or to model.path itself to hold it where it is."
+        )
+    if objective.regression is not None:
+        yield (
+            f"{path} is distilled to few steps, and objective.algorithm={objective.algorithm} trains it as a denoiser, "
+            "which blurs it. objective.algorithm=tdm_r1 with objective.teacher keeps it sharp."
+        )
+
+
 def _groups(config: FlowGRPOConfig) -> dict[str, Any]:
     """Return what the groups of `data.pairs` depend on, for `read_stored`."""
     row = config.objective.regression
@@ -145,7 +163,7 @@ def _check_method(config: FlowGRPOConfig, reward: Any, records: Records, strata:
     order: dict[str, Any] = {
         "strata": strata,
         "cycle": config.data.cycle,
-        "compared": objective.regression is None or objective.regression.compares,
+        "compared": objective.compares,
     }
     PromptSampler(len(records), *size, config.seed, **order)
     renewed = any(term.references and term.references.every for term in config.rewarded.values())
@@ -219,8 +237,8 @@ def _check_monitor(config: FlowGRPOConfig, *, has_features: bool) -> None:
     if config.objective.ascent is not None:
         reason = "Its samples are asked for the reward's gradient only; take group_std_ratio."
         measured |= dict.fromkeys(unscored, (False, reason))
-    if config.data.is_stored:
-        reason = "Stored images are not judged; limit heldout_change or feature_drift."
+    if config.learns_unrewarded:
+        reason = "Images are not judged; limit heldout_change or feature_drift."
         measured |= dict.fromkeys(unscored, (False, reason))
     config.rewards.check_monitor(config.monitor, config.evaluation, **measured)
 

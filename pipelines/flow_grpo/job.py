@@ -21,7 +21,7 @@ from visalign.training.loop.progress import POLICY_COLUMNS, SUPERVISED_COLUMNS
 
 from .config import FlowGRPOConfig, ModelConfig, PrefGRPOConfig, SFTImagesConfig
 from .inputs import Inputs, prepare
-from .parts import build_drift, build_evaluator, build_policy, write_images
+from .parts import build_drift, build_evaluator, build_policy, load_teacher, write_images
 from .plan import estimate, plan
 from .stored_pairs import stored_latents
 
@@ -56,8 +56,8 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
         more=more_metrics,
         notes=inputs.notes,
         recorded=config.rewards.recorded,
-        optimized=() if config.data.is_stored else config.rewards.optimized,
-        columns=SUPERVISED_COLUMNS if row and row.learns_alike else POLICY_COLUMNS,
+        optimized=config.rewards.optimized if config.rewarded else (),
+        columns=POLICY_COLUMNS if config.rewarded or (row and not row.learns_alike) else SUPERVISED_COLUMNS,
         fingerprints=inputs.fingerprints,
         title=f"{config.objective.algorithm} on {config.model.path}",
         policy=policy,
@@ -75,10 +75,11 @@ run = partial(run_job, build=_build)
 
 def _build_algorithm(config: FlowGRPOConfig, policy: Any, inputs: Inputs, accelerator: Any, output: Path) -> Any:
     """Build the trainer's algorithm of the kind that the objective names."""
-    from visalign.training import FlowGRPO, RewardGradient, VelocityRegression
+    from visalign.training import FewStepDistillation, FlowGRPO, RewardGradient, VelocityRegression
 
     objective = config.objective
     kind = VelocityRegression if objective.regression else RewardGradient if objective.ascent else FlowGRPO
+    kind = FewStepDistillation if objective.few_step else kind
     keeps = config.rollout.keep_images and accelerator.is_main_process
     return kind(
         policy,
@@ -98,6 +99,7 @@ def _build_algorithm(config: FlowGRPOConfig, policy: Any, inputs: Inputs, accele
         references=inputs.references,
         self_imitation=config.self_imitation,
         keep_images=partial(write_images, output / "rollouts") if keeps else None,
+        teacher=None if objective.teacher is None else load_teacher(objective.teacher, policy),
     )
 
 

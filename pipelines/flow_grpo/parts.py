@@ -51,6 +51,21 @@ def build_policy(model: ModelConfig, device: torch.device, seed: int) -> Diffusi
     return policy
 
 
+def load_teacher(model: str, policy: Any) -> dict[str, torch.Tensor]:
+    """Read the network weights of a few-step student's teacher, by the names in `policy.module`."""
+    from visalign.adapters.model_folder import explain_damage
+    from visalign.data.assets import resolve_model
+
+    weights, several = dict[str, torch.Tensor](), len(policy.networks) > 1
+    with no_loading_bars(), explain_damage(source := resolve_model(model), "teacher"):
+        for part, network in policy.networks.items():
+            loaded = type(network).from_pretrained(source, subfolder=part, torch_dtype=network.dtype)
+            weights |= {f"{part}.{name}" if several else name: w for name, w in loaded.named_parameters()}
+    if policy.pipe.config.get("is_distilled"):
+        policy.pipe.register_to_config(is_distilled=False)  # else its call leaves out the teacher's guidance
+    return {name: weight.detach() for name, weight in weights.items()}
+
+
 def _adapter_options(model: ModelConfig, device: torch.device, seed: int) -> dict[str, Any]:
     """Collect the options of the adapter, without those that are null."""
     from visalign.adapters.lora import LoraSettings

@@ -169,6 +169,9 @@ def _image_passes(config: FlowGRPOConfig) -> ImagePasses:
     rollout, settings = config.rollout, config.objective
     if (ascent := settings.ascent) is not None:  # its samples carry the gradient: no replay, no old policy
         return ImagePasses(*ascent.counted(rollout.steps), float(ascent.kl > 0), 0)
+    if (few_step := settings.few_step) is not None:
+        trained, others = few_step.planned(_halves(config.model, few_step.teacher_guidance) > 1)
+        return ImagePasses(float(rollout.steps), trained, others / trained, 0)
     sampled = 0.0 if config.data.is_stored else rollout.sampled_per_image
     if settings.credit == "turning_points":
         sampled += rollout.completed_per_image
@@ -388,14 +391,15 @@ def _memory(
             key = f"{name}, {dtype_name(part, trained_ids)}"
             memory[key] = size / GB
             network += [key] * (name in _networks(policy))
-    row, ascent = objective.regression, objective.ascent
+    row, ascent, few_step = objective.regression, objective.ascent, objective.few_step
     updates = objective.epochs * optimizer.updates_per_iteration  # in the first of them the policy is the old one
     keeps_old = row is not None and row.anchor == "old" and (row.keeps_old or updates > 1)
     copies = (config.model.lora is None) + keeps_old + len(set((objective.experts or {}).values()))
+    weights *= 1 if few_step is None else 1 + len(few_step.roles)
     memory |= trained_memory(weights, ema=bool(optimizer.ema_decay), copies=copies, optimizer=optimizer.name)
 
     # rollout records: the latents as stored, and per recorded step x and x' as stored and the mean in float32
-    recorded = ascent is None if row is None else row.visited
+    recorded = (ascent or few_step) is None if row is None else row.visited
     steps = (rollout.sde_window or len(rollout.stochastic)) if recorded else 0
     width = policy.storage_dtype.itemsize
     numbers = images * math.prod(policy.latent_shape)

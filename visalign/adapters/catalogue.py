@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -27,6 +28,8 @@ ADAPTERS = {
     "pipeline": "visalign.adapters.pipeline.policy:PipelinePolicy",
 }
 """Adapters by name, imported when used."""
+DISTILLED = frozenset(("turbo", "schnell", "lightning", "hyper", "lcm", "dmd", "dmd2", "distilled"))
+"""Words in the names of models that were distilled to few steps."""
 
 
 def find_adapter(folder_or_id: str | Path, adapter: str | None = None) -> Any:
@@ -135,6 +138,15 @@ def own_sampling(
         guidance=None if scale is None else max(float(scale), family.off),
         dtype="float32" if device == "cpu" and dtype == "float16" else dtype,
     )
+
+
+def is_distilled(path: str, described_by: str | Path, adapter: str | None) -> bool:
+    """Return True of a model that was distilled to few steps, as its index, its network or its name says."""
+    if family_of(described_by, adapter) is None and adapter not in (None, "sd3"):
+        return False
+    index = pipeline_index(described_by)
+    marked = index.get("is_distilled") or index.get("sample_sigmas")
+    return bool(marked) or bool(DISTILLED & set(re.split(r"[^a-z0-9]+", Path(path).name.lower())))
 
 
 def family_of(folder_or_id: str | Path, adapter: str | None) -> Family | None:

@@ -67,6 +67,7 @@ preference.ranking: RankingFit fit_ranking
 preference.uncertainty: log_win_probability mean_log_win pair_deviation soft_clamp uncertain_preference_loss
 preference.yes_no: YesNo both_orders yes_no_answer yes_no_loss yes_no_pair_loss
 regression.ascents: ASCENTS Ascent named_ascent
+regression.few_step: FEW_STEP FewStep named_few_step
 regression.groupwise: diffusion_kto_loss gdro_loss soft_plackett_luce
 regression.losses: covariance_guidance crd_loss level_weight matching_error matching_loss nft_loss
     preference_loss ram_loss reward_probability

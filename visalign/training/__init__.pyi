@@ -2,6 +2,7 @@
 """The public names and the modules they come from; `__init__.py` reads them as type checkers do."""
 
 from .diffusion.cost import forward_equivalents_per_image as forward_equivalents_per_image
+from .diffusion.few_step import FewStepDistillation as FewStepDistillation
 from .diffusion.flow_grpo import FlowGRPO as FlowGRPO
 from .diffusion.regression import VelocityRegression as VelocityRegression
 from .diffusion.reward_gradient import RewardGradient as RewardGradient

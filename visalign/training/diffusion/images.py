@@ -83,7 +83,7 @@ class ImageAlgorithm(Algorithm):
     into it, and perhaps "bucket", the number of its `rollout.image_sizes`; a share `caption_dropout` of them is learnt
     without a prompt. `dynamic` replaces groups without signal by new ones, and `references` are reference images that
     the reward compares with. `self_imitation` replays images that beat their group. `keep_images` gets a name, the
-    images and the records of what is sampled.
+    images and the records of what is sampled. `teacher` are weights of a few-step student's teacher.
     """
 
     algorithms: ClassVar[Mapping[str, Any]] = NAMED  # Values of `objective.algorithm` that this class trains
@@ -111,6 +111,7 @@ class ImageAlgorithm(Algorithm):
         references: ReferenceImages | None = None,
         self_imitation: ReplaySettings | None = None,
         keep_images: Callable[[str, Tensor, Records], None] | None = None,
+        teacher: Mapping[str, Tensor] | None = None,
     ) -> None:
         reward = with_capabilities(reward)
         self.policy, self.seed, self.reward, self.sharding = policy, seed, reward, sharding
@@ -121,7 +122,8 @@ class ImageAlgorithm(Algorithm):
             raise UserError(
                 f"objective.algorithm is {settings.algorithm}, which {type(self).__name__} does not "
                 f"train; it trains {', '.join(self.algorithms)}. Take FlowGRPO for algorithms on log-probs, "
-                "VelocityRegression for regressions, RewardGradient for draft, draft_lv and refl."
+                "VelocityRegression for regressions, RewardGradient for draft, draft_lv and refl, FewStepDistillation for "
+                "students of few steps."
             )
         check_sampling(settings, rollout, stored=stored is not None)
         added = dynamic or DynamicSettings(), self_imitation
@@ -133,7 +135,7 @@ class ImageAlgorithm(Algorithm):
         settings.check_reward(reward, renewed=renewed)
         settings.check_features(features is not None)
         self.records, self.features, self.stored, self.references = records, features, stored, references
-        self.caption_dropout = caption_dropout
+        self.caption_dropout, self.teacher = caption_dropout, teacher
         in_thread = rollout.overlap > 1 or rollout.staleness > 0
         self.scorer = RewardScorer(as_higher_is_better(reward), what="images", in_thread=in_thread)
         self.sampler = self._build_sampler(strata, cycle)
@@ -156,13 +158,13 @@ class ImageAlgorithm(Algorithm):
         self, strata: Sequence[str] | None, cycle: Sequence[str] | None
     ) -> PromptSampler | BucketSampler:
         """Build the order of the prompts; stored images of several sizes come bucket by bucket."""
-        rollout, row = self.rollout, self.settings.regression
+        rollout = self.rollout
         size, buckets = (rollout.prompts_per_iteration, rollout.group_size), []
         if self.stored is not None and rollout.image_sizes:
             buckets = [record["bucket"] for record in self.records if "bucket" in record]
         if buckets:
             return BucketSampler(buckets, *size, self.seed)
-        order: dict[str, Any] = {"strata": strata, "cycle": cycle, "compared": row is None or row.compares}
+        order: dict[str, Any] = {"strata": strata, "cycle": cycle, "compared": self.settings.compares}
         return PromptSampler(len(self.records), *size, self.seed, **order)
 
     def _check_image_sizes(self) -> None:

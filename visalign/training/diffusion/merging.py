@@ -7,7 +7,7 @@ Source: LoRA, arXiv 2106.09685, section 4.1: W + (α / r) B A costs no more than
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,19 +52,30 @@ def merged_adapters(layers: list[Any]) -> Iterator[None]:
     """
     bases: list[Any] = [layer.get_base_layer() for layer in layers]
     weights: list[Tensor] = [base.weight.data for base in bases]
-    flags = [(weight, weight.requires_grad) for layer in layers for weight in layer.parameters()]
     try:
         for layer, base in zip(layers, bases, strict=True):
             with torch.no_grad():
                 merged = base.weight.data.float() + sum(map(layer.get_delta_weight, layer.active_adapters))
             base.weight.data = merged.to(base.weight.dtype)
-            layer.enable_adapters(False)
         del merged
+        with adapters_off(layers):
+            yield
+    finally:
+        for base, weight in zip(bases, weights, strict=True):
+            base.weight.data = weight
+
+
+@contextmanager
+def adapters_off(layers: Sequence[Any]) -> Iterator[None]:
+    """Switch adapters off inside the block; `requires_grad` is restored afterwards."""
+    flags = [(weight, weight.requires_grad) for layer in layers for weight in layer.parameters()]
+    try:
+        for layer in layers:
+            layer.enable_adapters(False)
         yield
     finally:
-        for layer, base, weight in zip(layers, bases, weights, strict=True):
+        for layer in layers:
             layer.enable_adapters(True)
-            base.weight.data = weight
         for weight, trainable in flags:
             weight.requires_grad_(trainable)
 

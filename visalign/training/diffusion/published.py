@@ -9,6 +9,7 @@ from contextlib import suppress
 from visalign.core.objective.algorithms import NAMED
 from visalign.core.objective.decisions import check_decisions
 from visalign.core.regression.ascents import ASCENTS
+from visalign.core.regression.few_step import FEW_STEP
 from visalign.core.regression.rows import REGRESSIONS
 from visalign.errors import suggestion
 
@@ -93,7 +94,7 @@ def image_algorithms() -> list[str]:
         with suppress(ValueError):  # it means nothing on denoising steps
             check_decisions(row, "denoising_steps", name=name, available=["metric", *SUPPLIED])
             names.append(name)
-    return [*names, *REGRESSIONS, *ASCENTS]
+    return [*names, *REGRESSIONS, *ASCENTS, *FEW_STEP]
 
 
 def published_alternative(name: str) -> str:

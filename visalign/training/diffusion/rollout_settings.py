@@ -315,11 +315,8 @@ def _conflicts(objective: DiffusionObjectiveSettings, rollout: RolloutSettings) 
             f"rollout.ode_compression is {rollout.ode_compression}, and objective.credit=turning_points completes "
             "images on all timesteps. Set rollout.ode_compression=null, or objective.credit=one_step."
         )
-    if objective.ascent is not None and rollout.solver != "euler":
-        yield (
-            f"rollout.solver is {rollout.solver}, and {name} sends the reward's gradient through Euler steps. Set "
-            "rollout.solver=euler."
-        )
+    if (objective.ascent or objective.few_step) is not None and rollout.solver != "euler":
+        yield f"rollout.solver is {rollout.solver}, and {name} trains Euler steps. Set rollout.solver=euler."
     if objective.is_policy_gradient and (objective.credit == "branches") != (rollout.branch is not None):
         yield (
             f"objective.credit is {objective.credit!r} and rollout.branch is {rollout.branch}: a shared step earns "
@@ -405,7 +402,7 @@ def _needs_samples(objective: DiffusionObjectiveSettings) -> bool:
 def check_sampling(objective: DiffusionObjectiveSettings, rollout: RolloutSettings, *, stored: bool = False) -> None:
     """Refuse an objective and a rollout, or with `stored` stored pairs of images, that do not fit each other."""
     row = objective.regression
-    check_batch_algebra(rollout.prompts_per_iteration, rollout.group_size, compared=row is None or row.compares)
+    check_batch_algebra(rollout.prompts_per_iteration, rollout.group_size, compared=objective.compares)
     refuse(_conflicts(objective, rollout))
     if stored and _needs_samples(objective):
         raise UserError(
@@ -465,8 +462,7 @@ def check_more_samples(
 def check_processes(objective: DiffusionObjectiveSettings, rollout: RolloutSettings, reward: Any, world: int) -> None:
     """Refuse more processes than samples, and processes that would split what is compared."""
     row = objective.regression
-    compared = row is None or row.compares
-    check_batch_algebra(rollout.prompts_per_iteration, rollout.group_size, world, compared=compared)
+    check_batch_algebra(rollout.prompts_per_iteration, rollout.group_size, world, compared=objective.compares)
     check_batch_reward(reward, world)
     by_group = row is not None and (row.of_groups or row.loss == "covariance")
     if rollout.branch is not None or by_group or reward.capabilities.needs_group:
@@ -481,6 +477,7 @@ def check_sharding(
         "rollout.merge_adapters": rollout.merge_adapters,
         "objective.balance_every": objective.balance_every is not None,
         "objective.experts": bool(objective.experts),
+        f"objective.algorithm={objective.algorithm}": objective.few_step is not None,
         "objective.reset_reference_every": objective.reset_reference_every is not None,
         "objective.reset_reference_above": objective.reset_reference_above is not None,
         **unsupported,

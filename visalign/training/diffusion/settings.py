@@ -10,6 +10,7 @@ from typing import Any, Literal
 from visalign.core import Objective
 from visalign.core.objective.algorithms import NAMED
 from visalign.core.regression.ascents import ASCENTS, Ascent, named_ascent
+from visalign.core.regression.few_step import FEW_STEP, FewStep, named_few_step
 from visalign.core.regression.rows import MATRIX_SIGNALS, REGRESSIONS, Regression, named_regression
 from visalign.errors import UserError
 from visalign.settings import NonNegative, Positive, refuse, settings
@@ -30,7 +31,8 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
     algorithms that mean something on denoising steps: grpo, dr_grpo, rloo, reinforce_pp, dapo, cispo, sapo,
     gmpo, ... Or in `visalign.core.REGRESSIONS`, which need no log-prob: diffusion_nft, awm, v_grpo, ram,
     reward_weighted, rejection, crd, gdro, diffusion_dpo, opd, ... Or in `visalign.core.ASCENTS`, which use
-    the reward's own gradient: draft, draft_lv, refl."""
+    the reward's own gradient: draft, draft_lv, refl. Or in `visalign.core.FEW_STEP`, for students of few steps:
+    dmd2 and tdm, which learn from a guided teacher without a reward, and tdm_r1."""
     step_weights: list[NonNegative] | None = None
     """Factor of the policy's loss at each of the T steps, instead of the algorithm's `step_weight`."""
     credit: Literal["image", "turning_points", "one_step", "branches"] = "image"
@@ -47,6 +49,9 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
     experts: dict[str, str] | None = None
     """For algorithm=opd: tag of the prompts, or "*" for all others -> folder of the trained policy (a run's
     lora/ or model/) whose velocity is learned there; trained with the same model settings."""
+    teacher: str | None = None
+    """For dmd2, tdm and tdm_r1: folder or hub id of the model before its distillation, the same network as
+    model.path, which teaches; null: model.path itself, without adapters."""
     ratio_bound: Positive | None = None
     """Largest |log r| allowed at the run's first update, where r must be 1. null: 1e-5, times the latent's
     numbers where the ratio sums over them; networks in bfloat16 may need more."""
@@ -57,6 +62,8 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
             self.check_reset(self.regression.asks_reference)
         elif self.ascent is not None:
             self.check_reset(self.ascent.kl > 0)
+        elif self.few_step is not None:
+            self.check_reset(False)
         else:
             super().__post_init__()
             extra = {"metric": self.metric is not None, "process_reward": self.credit != "image"}
@@ -84,6 +91,18 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
     def ascent(self) -> Ascent | None:
         """The reward-gradient algorithm that `algorithm` names, else None."""
         return self._build(named_ascent) if self.algorithm in ASCENTS else None
+
+    @property
+    def few_step(self) -> FewStep | None:
+        """The few-step algorithm that `algorithm` names, else None."""
+        return self._build(named_few_step) if self.algorithm in FEW_STEP else None
+
+    @property
+    def compares(self) -> bool:
+        """True if samples are learnt from by what the others of their group are worth."""
+        if (few_step := self.few_step) is not None:
+            return few_step.surrogate
+        return self.regression is None or self.regression.compares
 
     def _build(self, build: Any) -> Any:
         try:
@@ -171,7 +190,7 @@ def _credit_conflicts(s: DiffusionObjectiveSettings, objective: Objective) -> It
 
 def _broken_rules(s: DiffusionObjectiveSettings) -> Iterator[str]:
     name = f"objective.algorithm={s.algorithm}"
-    if s.algorithm not in (*NAMED, *REGRESSIONS, *ASCENTS) and (other := published_alternative(s.algorithm)):
+    if s.algorithm not in (*NAMED, *REGRESSIONS, *ASCENTS, *FEW_STEP) and (other := published_alternative(s.algorithm)):
         yield f"objective: there is no algorithm {s.algorithm!r}. {other}"
     if s.experts and (s.regression is None or s.regression.anchor != "expert"):
         yield (
@@ -189,6 +208,13 @@ def _broken_rules(s: DiffusionObjectiveSettings) -> Iterator[str]:
         yield (
             f"objective.balance_every is {s.balance_every}, and {name} adds the rewards' own gradients, with "
             "objective.changes.normalise each of length one. Set objective.balance_every=null."
+        )
+    if s.few_step is not None and s.balance_every is not None:
+        yield f"objective.balance_every weighs advantages of a loss, which {name} has not. Set it to null."
+    if s.few_step is None and s.teacher is not None:
+        yield (
+            f"objective.teacher is {s.teacher}, and {name} has no teacher. Set objective.teacher=null, or take dmd2, "
+            "tdm or tdm_r1."
         )
     if s.metric is not None and s.build(length=1).advantage != "canon":
         yield (

@@ -63,7 +63,7 @@ METRICS: dict[str, str] = {
     "groups/*": "dynamic sampling: rounds; groups generated, kept (with signal), dropped as all right, all "
     "wrong or without spread, and surplus",
     "loss/*": "share of one term in the loss, coefficient included, mean over updates: policy, kl, average, value, "
-    "entropy, ptx, replay",
+    "entropy, ptx, replay; of few-step training the loss of the critic and of the surrogate",
     "tools/*": "means over completions: a tool's answers (calls), of these cut short (cut), completions "
     "whose tool failed (failed)",
     "process_reward/*": "PRIME: loss and accuracy of its process reward, and updates skipped as not finite",
@@ -97,6 +97,8 @@ METRICS: dict[str, str] = {
     "pretraining loss on the policy's own samples",
     "anchor_distance": "regressions of images: mean |v − v_anchor|² over trained pairs, the anchor the old "
     "policy or the reference",
+    "teacher_distance": "few-step training: mean |x̂0 - x̂_real| of the student's predictions and the teacher's",
+    "surrogate_stopped": "few-step training: share of samples that move the surrogate no further",
     "reward_gradient": "training through the reward's gradient: its mean L2 norm in the pixels of an "
     "image, all terms together",
     "grad_norm": "L2 norm of the gradient before clipping, mean over updates",

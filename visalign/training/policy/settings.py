@@ -11,11 +11,15 @@ from visalign.core import Objective, named_objective
 from visalign.core.objective.data import Decisions
 from visalign.core.objective.decisions import check_decisions
 from visalign.core.regression.ascents import ASCENTS, named_ascent
+from visalign.core.regression.few_step import FEW_STEP, named_few_step
 from visalign.core.regression.rows import REGRESSIONS, named_regression
 from visalign.errors import UserError
 from visalign.settings import Count, Positive, settings
 
 MATRIX_ADVANTAGES = ("gdpo", "normalise_then_sum")  # Advantages of several rewards, [B, M]
+
+
+_OF_IMAGES: Any = ((REGRESSIONS, named_regression), (ASCENTS, named_ascent), (FEW_STEP, named_few_step))
 
 
 @settings("objective")
@@ -64,9 +68,9 @@ class ObjectiveSettings:
         """
         try:
             for name, fields in self.changes_for.items():
-                look_up = named_regression if name in REGRESSIONS else named_objective
-                (named_ascent if name in ASCENTS else look_up)(name, **fields)
-            if self.algorithm in (*REGRESSIONS, *ASCENTS):
+                look_up = next((of for table, of in _OF_IMAGES if name in table), named_objective)
+                look_up(name, **fields)
+            if any(self.algorithm in table for table, _ in _OF_IMAGES):
                 raise ValueError(
                     f"algorithm={self.algorithm} trains on velocities or pixels of images, and a text has "
                     "none. Take 'grpo', or 'reinforce_pp' without a clip."
