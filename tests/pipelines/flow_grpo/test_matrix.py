@@ -29,7 +29,7 @@ from visalign.rewards import Frames, FunctionReward, WeightedSum
 from visalign.rewards.pairs.as_pairwise import as_pairwise
 from visalign.rewards.pairs.as_pointwise import GroupWinRate
 from visalign.seeds import sample_seed
-from visalign.training import FlowGRPO, RewardGradient, RunSettings, Trainer, VelocityRegression
+from visalign.training import FewStepDistillation, FlowGRPO, RewardGradient, RunSettings, Trainer, VelocityRegression
 from visalign.training.diffusion.rollout_settings import RolloutSettings
 from visalign.training.loop.optimizer import OptimizerSettings
 
@@ -63,6 +63,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "draft": ("objective={algorithm: draft, changes: {last: 2, kl: 0.1}}",),
     "draft_lv": ("objective={algorithm: draft_lv}",),
     "refl": ("objective={algorithm: refl, changes: {stop_range: [0.3, 1.0]}}",),
+    **{n: (f"objective={{algorithm: {n}, changes: {{critic_updates: 2}}}}",) for n in ("dmd2", "tdm_r1")},
     "dynamic": ("dynamic={enabled: true, max_rounds: 2}",),
     "flowrl": ("objective={algorithm: flowrl, changes: {surrogate_options: {beta: 0.01}}}",),
     "riskpo": ("objective={algorithm: riskpo, changes: {advantage_options: {bundle: 2}}}",),
@@ -154,6 +155,7 @@ def test_two_updates(family: str, name: str, tmp_path: Path) -> None:
     config = _config(policy, KINDS[name], tmp_path / "model")
     objective = config.objective
     kind = VelocityRegression if objective.regression else RewardGradient if objective.ascent else FlowGRPO
+    kind = FewStepDistillation if objective.few_step else kind
     algorithm: Any = kind(
         policy,
         _reward(config),
@@ -170,7 +172,8 @@ def test_two_updates(family: str, name: str, tmp_path: Path) -> None:
     run = RunSettings(folder=tmp_path, iterations=2)
     trainer: Trainer[Any] = Trainer(algorithm, run=run, optimizer=config.optimizer)
     records = [trainer.iterate() for _ in range(2)]
-    assert trainer.counters.updates == 2 * objective.epochs and trainer.counters.skipped == 0
+    phases = 1 if objective.few_step is None else 3 + objective.few_step.surrogate
+    assert trainer.counters.updates == 2 * objective.epochs * phases and trainer.counters.skipped == 0
     assert all(math.isfinite(v) for record in records for v in record.values() if isinstance(v, float))
     assert records[0]["grad_norm"] > 0
     if kind is FlowGRPO:

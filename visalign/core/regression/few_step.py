@@ -239,11 +239,19 @@ class FewStep:
         """Compute the share of the surrogate's slow copy that stays after update 0, 1, ..."""
         return min(self.slow_decay[1], self.slow_decay[0] + 1e-3 * step)
 
-    def planned(self, guided: bool) -> tuple[float, float]:
-        """(passes with gradient, other passes) of one sample and student update; a `guided` teacher takes two."""
-        teacher = 1 + guided
-        trained, others = 1.0 + self.critic_updates, 1.0 + teacher
-        return (trained + 1, others + 3 + teacher + guided) if self.surrogate else (trained, others)
+    def planned(self, own: int, teacher: int) -> tuple[float, float]:
+        """(passes with gradient, other passes) of one sample and student update, where a velocity takes `own` passes
+        and one under the teacher's guidance `teacher`.
+        """
+        trained, others = 1.0 + self.critic_updates, float(teacher + own)
+        if not self.surrogate:
+            return trained, others
+        return trained + 1, others + 3 * own + teacher + own * self.rewards_guidance
+
+    @property
+    def rewards_guidance(self) -> bool:
+        """True if the teacher's guidance is a reward."""
+        return self.guidance_share * self.guidance_scale > 0 and (self.teacher_guidance or 1.0) > 1
 
 
 _POSITIVE = ("huber", "min_snr", "critic_rate", "surrogate_rate", "beta", "advantage_clip", "threshold")

@@ -65,17 +65,19 @@ class Roles:
             start = {n: p.detach() * (0 if ".lora_B." in n else 1) for n, p in trained}
         else:
             with policy.reference():
-                start = {n: p.detach() for n, p in trained}
+                start = {n: p.detach().clone() for n, p in trained}
         frozen = {n: p for n, p in policy.module.named_parameters() if n not in start}
         self._base: list[tuple[nn.Parameter, Tensor]] = []
+        self._teacher: Mapping[str, Tensor] | None = None  # Of a policy without adapters; None: its reference
         if teacher is not None:
             current = frozen if self._adapters else dict(trained)
             names_in = {n: n.replace(".base_layer.", ".") for n in current}
             check_teacher({names_in[n]: p for n, p in current.items()}, teacher)
-            given = {n: teacher[names_in[n]].to(p) for n, p in current.items()}
-            self._base = [(p, given[n]) for n, p in frozen.items()]
-            start = start if self._adapters else given
-        self._teacher = start
+            loaded = {n: teacher[names_in[n]].to(p) for n, p in current.items()}
+            if self._adapters:
+                self._base = [(p, loaded[n]) for n, p in frozen.items()]
+            else:
+                self._teacher = start = loaded
         self.weights = {name: {n: nn.Parameter(w.clone()) for n, w in start.items()} for name in names}
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -90,10 +92,11 @@ class Roles:
             return
         before = [base.data for base, _ in self._base]
         with ExitStack() as stack:
-            if role == TEACHER and self._adapters:
-                stack.enter_context(adapters_off(self._adapters))
+            weights = self._teacher if role == TEACHER else state or self.weights[role]
+            if weights is None:
+                off = adapters_off(self._adapters) if self._adapters else self._policy.reference()
+                stack.enter_context(off)
             else:
-                weights = self._teacher if role == TEACHER else state or self.weights[role]
                 stack.enter_context(swapped_weights(self._policy, {n: w.detach() for n, w in weights.items()}))
             try:
                 for base, data in self._base:
@@ -285,8 +288,7 @@ class FewStepDistillation(ImageAlgorithm):
         real, fake = self._clean(query, TEACHER, guidance=scale), self._clean(query, "critic")
         loss = row.student_loss(x0, real, fake)
         if row.surrogate:
-            rewarded = row.guidance_share * row.guidance_scale > 0 and (scale or 1) > 1
-            conditional = self._clean(query, TEACHER) if rewarded else None
+            conditional = self._clean(query, TEACHER) if row.rewards_guidance else None
             loss = loss + row.reward_loss(x0, real, self._clean(query, "surrogate", guidance=scale), conditional)
         return loss, (x0 - real).abs().flatten(1).mean(1)
 
