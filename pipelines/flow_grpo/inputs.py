@@ -142,8 +142,8 @@ def _distilled_notes(config: FlowGRPOConfig) -> Iterator[str]:
         )
     if objective.regression is not None:
         yield (
-            f"{path} is distilled to few steps, and objective.algorithm={objective.algorithm} trains it as a denoiser, "
-            "which blurs it. objective.algorithm=tdm_r1 with objective.teacher keeps it sharp."
+            f"{path} is distilled to few steps, and objective.algorithm={objective.algorithm} trains it as a "
+            "denoiser, which blurs it. objective.algorithm=tdm_r1 with objective.teacher keeps it sharp."
         )
 
 

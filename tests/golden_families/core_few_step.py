@@ -75,7 +75,9 @@ def _row(case: Any) -> fs.FewStep:
     names = {"tdm_weight": "guidance_share", "cfg_reward_scale": "guidance_scale"}
     options = {names[name]: value for name, value in params.items() if name in names}
     huber = params["huber_c"] if params["use_huber"] else None
-    return fs.FewStep(interval=True, huber=huber, teacher_guidance=max(1.0, params.get("reference_guidance_scale", 1.0)), **options)
+    return fs.FewStep(
+        interval=True, huber=huber, teacher_guidance=max(1.0, params.get("reference_guidance_scale", 1.0)), **options
+    )
 
 
 def _tdm_student(case: Any) -> Outputs:
@@ -106,16 +108,12 @@ def _surrogate(case: Any) -> Outputs:
     bound, group = params["advantage_clip_range"], torch.tensor(case.inputs["group"])
     advantage = case.tensor("advantages").clamp(-bound, bound)
     strict = params["require_both_signs"]
-    weight, z = fs.preference_weights(
-        value, ref, advantage, group, beta=params["preference_beta"], both_signs=strict
-    )
+    weight, z = fs.preference_weights(value, ref, advantage, group, beta=params["preference_beta"], both_signs=strict)
     limits = {"clip": params["clip_range"], "threshold": params["reference_threshold"]}
     stopped = fs.stopped_samples(value.detach(), ref, slow, advantage, **limits)
     share = (params["boundary_index"] + 1) / params["num_steps"] if params["time_weighting"] else 1.0
     time_weight = torch.full_like(ref, share)
-    loss = fs.surrogate_loss(
-        value, ref, weight, stopped.any(1), time_weight, anchor=params["reference_beta"]
-    ).mean()
+    loss = fs.surrogate_loss(value, ref, weight, stopped.any(1), time_weight, anchor=params["reference_beta"]).mean()
     preference, penalty = (weight * value).mean(), (value - ref).square().mean()
     gradient = _gradient(loss, leaf)
     if strict:  # there the value is that of the published loss

@@ -122,8 +122,8 @@ class ImageAlgorithm(Algorithm):
             raise UserError(
                 f"objective.algorithm is {settings.algorithm}, which {type(self).__name__} does not "
                 f"train; it trains {', '.join(self.algorithms)}. Take FlowGRPO for algorithms on log-probs, "
-                "VelocityRegression for regressions, RewardGradient for draft, draft_lv and refl, FewStepDistillation for "
-                "students of few steps."
+                "VelocityRegression for regressions, RewardGradient for draft, draft_lv and refl, "
+                "FewStepDistillation for dmd2, tdm and tdm_r1."
             )
         check_sampling(settings, rollout, stored=stored is not None)
         added = dynamic or DynamicSettings(), self_imitation

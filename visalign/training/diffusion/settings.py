@@ -190,7 +190,9 @@ def _credit_conflicts(s: DiffusionObjectiveSettings, objective: Objective) -> It
 
 def _broken_rules(s: DiffusionObjectiveSettings) -> Iterator[str]:
     name = f"objective.algorithm={s.algorithm}"
-    if s.algorithm not in (*NAMED, *REGRESSIONS, *ASCENTS, *FEW_STEP) and (other := published_alternative(s.algorithm)):
+    if s.algorithm not in (*NAMED, *REGRESSIONS, *ASCENTS, *FEW_STEP) and (
+        other := published_alternative(s.algorithm)
+    ):
         yield f"objective: there is no algorithm {s.algorithm!r}. {other}"
     if s.experts and (s.regression is None or s.regression.anchor != "expert"):
         yield (
