@@ -15,8 +15,11 @@ from visalign.core import (
     PolicyOutput,
     Trajectories,
     binary_tv,
+    discounted_returns,
     dppo,
     drpo,
+    filtration_weights,
+    optimal_token_baseline,
     pass_at_k_advantages,
     prefix_excess,
     process_advantages,
@@ -99,6 +102,22 @@ def _reinforce_pp(case: Any) -> Outputs:
     return {"advantages": gain}
 
 
+def _token_baseline(case: Any) -> Outputs:
+    reward, mask, log_prob, squares = (
+        case.tensor(name) for name in ("token_rewards", "mask", "log_prob", "sum_pi_squared")
+    )
+    options = {"multi_turn": "_tir_" in case.variant, "zero_tail": case.params["zero_tail"], "eps": case.params["eps"]}
+    weight = case.tensor("rollout_weight") if "rollout_weight" in case.inputs else None
+    gain = optimal_token_baseline(reward, mask, case.inputs["group"], log_prob, squares, weight, **options)
+    return {"advantages": gain, "returns": discounted_returns(reward * mask)}  # at holes too
+
+
+def _filtration(case: Any) -> Outputs:
+    reward = case.tensor("token_scores").sum(-1)
+    weight = filtration_weights(reward, method=case.params["method"], power=case.params["power"])
+    return {"scores": reward, "weights": weight, "probability": weight / weight.sum()}
+
+
 def _pass_at_k(case: Any) -> Outputs:
     options: Any = {"std": {"scale": "group"}, "none": {"scale": "none"}}[case.params["scale"]]
     spread = {"ddof": case.params["ddof"], "eps": case.params["eps"]}
@@ -128,6 +147,13 @@ LOSSES: tuple[Row, ...] = (
 ADVANTAGES: tuple[Row, ...] = (
     (r"deepseekmath_process\w*", _process, ("std", "eps"), ("step_rewards", "step_last_token", "mask")),
     (r"verl_grpo_passk_\w+", _pass_at_k, ("scale", "ddof", "eps"), ("rewards", "group", "mask")),
+    (
+        r"verl_(tir_)?otb_\w+",
+        _token_baseline,
+        ("zero_tail", "eps"),
+        ("token_rewards", "mask", "group", "log_prob", "sum_pi_squared"),
+    ),
+    (r"pf_ppo_[\w.]+", _filtration, ("method", "power"), ("token_scores",)),
     (r"verl_reinforce_pp\w*", _reinforce_pp, ("gamma",), ("token_rewards", "mask")),
 )
 EQUALITY: tuple[Row, ...] = ((r".*", _equality, (), ("answer", "truth")),)

@@ -56,7 +56,7 @@ def step(seed: int = 0, *, move: float = 0.3, rewards: int = 0) -> tuple[Traject
         weight=weight, old_log_prob=old, group=LABELS, reward=reward, reward_weights=(1.0, 0.5)[:rewards],
         ref_log_prob=old + 0.2 * draw(b, t), rollout_log_prob=old + 0.1 * draw(b, t), value=draw(b, t),
         entropy=draw(b, t).abs(), expected_score=0.1 * draw(b, t), nucleus_entropy=draw(b, t).abs(),
-        entropy_before=0.3, step=torch.arange(t).expand(b, t) // 2,
+        entropy_before=0.3, sum_p2=(1 + old.exp().square()) / 2, step=torch.arange(t).expand(b, t) // 2,
         bundle=torch.tensor([0, 1, 0, 1, 2, 2, 0, 1]), quantiles=(-0.5, 1.5), greedy_reward=draw(b),
         reference_reward=draw(b, 1), likelihood=-draw(b).abs(),
         rank=torch.linspace(1, 2, 3 * b, dtype=torch.float64).view(b, 3), rank_average=(1.5, 1.4, 1.6),

@@ -42,8 +42,8 @@ advantages.gradient_balance: combine_gradients min_norm_weights smooth_weights
 advantages.group: clamp_advantages whiten
 advantages.hidden_states: effective_rank flow_deviation flow_rewards rank_average rank_bonus rank_dynamics
 advantages.process: aggregate_steps prime_advantages process_advantages span_index span_rewards
-advantages.returns: discounted_returns reinforce_pp_advantages reinforce_pp_baseline_advantages
-    remax_advantages
+advantages.returns: discounted_returns optimal_token_baseline reinforce_pp_advantages
+    reinforce_pp_baseline_advantages remax_advantages
 advantages.risk: bundle_groups bundle_scores conditional_value_at_risk mixed_value_at_risk range_value_at_risk
     riskpo_advantages track_quantile
 advantages.rules: conditional_advantages prl_advantages replay_advantages replay_weight
@@ -73,7 +73,8 @@ regression.losses: covariance_guidance crd_loss level_weight matching_error matc
     preference_loss ram_loss reward_probability
 regression.rows: LOSSES REGRESSIONS PairOutput Regression SIGNALS named_regression
 regression.signals: best_share best_worst_pairs old_policy_decay soft_clip tilted_weights
-rewards.best_of: best_of_n_kl_bound best_of_n_kl_estimate best_response_reward expected_best_of_k pass_at_k
+rewards.best_of: best_of_n_kl_bound best_of_n_kl_estimate best_response_reward expected_best_of_k
+    filtration_weights pass_at_k
 rewards.entropy: difficulty_entropy_reward difficulty_of phase_entropy_reward window_entropy
 rewards.fusion: convex_vertices neighbour_weights reward_fusion
 rewards.likelihood: jepo_credit likelihood_reward

@@ -14,6 +14,7 @@ from visalign.core.advantages.returns import (
     BLOCK,
     discounted_returns,
     gae,
+    optimal_token_baseline,
     reinforce_pp_advantages,
     reinforce_pp_baseline_advantages,
     remax_advantages,
@@ -129,3 +130,29 @@ def test_reinforce_pp_baseline() -> None:
     plain = reinforce_pp_baseline_advantages(reward[:4], group[:4], equal[:4])
     per_sample = whiten(group_advantages(reward[:4], group[:4], scale="none")[:, None].expand(4, 3))
     torch.testing.assert_close(plain, per_sample)
+
+
+def test_the_optimal_token_baseline_has_the_least_variance() -> None:
+    """Against ‖∇ log π‖² of all tokens of a policy: each token is drawn as often as its probability says."""
+    logits = rows([0.0, 1.0, 2.0])[0].requires_grad_()
+    log_p, reward = logits.log_softmax(0), rows([1.0, 0.0, 5.0])[0]
+    squares = torch.stack([torch.autograd.grad(x, logits, retain_graph=True)[0].square().sum() for x in log_p])
+    share = log_p.detach().exp()
+    best = (share * squares * reward).sum() / (share * squares).sum()
+    draws = torch.repeat_interleave(torch.arange(3), (share * 20_000).round().int())
+    one = torch.ones(len(draws), 1).double()
+    inputs = reward[draws][:, None], one, [0] * len(draws), log_p.detach()[draws][:, None]
+    gain = optimal_token_baseline(*inputs, share.square().sum() * one)
+    torch.testing.assert_close(reward[draws] - gain[:, 0], best.expand(len(draws)), rtol=1e-4, atol=0)
+
+
+def test_turns_are_compared_token_by_token_or_column_by_column() -> None:
+    reward, weight = rows([0, 0, 1], [0, 0, 3], [0, NAN, 0]), rows([1, 0, 1], [0, 1, 1], [1, 1, 1])
+    inputs = reward, weight, [0, 0, 0], torch.full_like(reward, 0.5).log(), torch.full_like(reward, 0.5)
+    by_token = optimal_token_baseline(*inputs)
+    torch.testing.assert_close(by_token[:2], rows([-1, 0, -1], [0, 1, 1]), rtol=0, atol=1e-6)
+    by_column = optimal_token_baseline(*inputs, multi_turn=False)
+    torch.testing.assert_close(by_column[:2], rows([0, 0, -1], [0, 0, 1]), rtol=0, atol=1e-6)
+    assert by_token[2].isnan().all()
+    doubled = optimal_token_baseline(*inputs, rows([1, 1, 1], [2, 2, 2], [1, 1, 1]))
+    torch.testing.assert_close(doubled[0, 0], torch.tensor(1 - (1 + 4 * 3) / 5).double())

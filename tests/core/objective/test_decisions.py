@@ -21,6 +21,7 @@ NOT_ON_STEPS = {
     "ppo_kl": "value function.*'grpo'",
     "ppo_ptx": "value function.*'grpo'",
     "remax": r"advantage='remax'.*greedy.*'rloo'",
+    "optimal_token_baseline": r"advantage='optimal_token_baseline'.*probability of each token.*'gpg'",
     "opo": r"advantage='opo'.*length.*'dr_grpo'",
     "dppo_tv": r"divergence='tv'.*'flow_dppo'",
     "dppo_kl": r"divergence='kl'.*'flow_dppo'",

@@ -8,7 +8,13 @@ import math
 import torch
 from torch import Tensor
 
-from visalign.core.rewards.best_of import best_of_n_kl_bound, best_of_n_kl_estimate, expected_best_of_k, pass_at_k
+from visalign.core.rewards.best_of import (
+    best_of_n_kl_bound,
+    best_of_n_kl_estimate,
+    expected_best_of_k,
+    filtration_weights,
+    pass_at_k,
+)
 
 
 def test_pass_at_k_edges_are_exact() -> None:
@@ -59,3 +65,12 @@ def test_kl_estimate_is_exact_for_one_likely_best_output() -> None:
         ours = best_of_n_kl_estimate(torch.tensor(math.log(eps)), n)
         torch.testing.assert_close(ours, kl, rtol=1e-4, atol=1e-7)
         assert ours < best_of_n_kl_bound(n)
+
+
+def test_samples_without_a_reward_are_never_drawn() -> None:
+    reward = torch.tensor([-2.0, math.nan, 1.0, 0.5, 1.0])
+    expected = {"pow": [4, 0, 1, 0.25, 1], "max_min": [1, 0, 1, 0, 1], "max_random": [0.1, 0, 0.4, 0.1, 0.4]}
+    for method, weights in expected.items():
+        result = filtration_weights(reward, method=method)  # type: ignore[arg-type]
+        torch.testing.assert_close(result, torch.tensor(weights).double(), rtol=1e-6, atol=2e-8)
+        assert result[1] == 0 < result[3]

@@ -19,7 +19,19 @@ from visalign.rewards import WeightedSum, WeightedTextSum
 from visalign.training import DiffusionObjectiveSettings, TextObjectiveSettings
 
 TEXT_ONLY = {
-    *("ppo", "ppo_kl", "ppo_ptx", "safe", "remax", "opo", "dppo_tv", "dppo_kl", "cppo", "drpo"),
+    *(
+        "ppo",
+        "ppo_kl",
+        "ppo_ptx",
+        "safe",
+        "remax",
+        "opo",
+        "optimal_token_baseline",
+        "dppo_tv",
+        "dppo_kl",
+        "cppo",
+        "drpo",
+    ),
     *("top_entropy", "clip_cov", "kl_cov", "aem", "empg", "perplexity", "siren", "epo", "tea"),
     *("clip_b", "clip_v", "steer", "pear", "ares", "likelihood", "jepo"),
     *("rank_bonus", "rlfr", "grpo_process", "prime", "aepo"),

@@ -23,6 +23,7 @@ from visalign.rewards.text.format import TextFormat
 from visalign.rewards.text.verifiable import VerifiableAnswer
 from visalign.training.loop.metrics import METRICS, check_keys
 from visalign.training.policy.update import bundle_index
+from visalign.training.text.settings import FiltrationSettings
 from visalign.training.text.trajectories import answer_label, check_answers
 
 TRUNCATE = {"level": "token", "mode": "truncate", "high": 5.0}
@@ -214,6 +215,29 @@ def test_rewards_of_single_steps_reach_the_objective(tmp_path):
     assert torch.equal(t.process_reward, judged.reward) and torch.equal(t.valid, judged.valid)
     with pytest.raises(UserError, match="grpo has one advantage per completion"):
         toy_text_trainer(tmp_path, "grpo", process=Judge())
+
+
+def test_the_token_baseline_reads_the_sums_of_squares_of_the_head(tmp_path, monkeypatch):
+    trainer = toy_text_trainer(tmp_path, "optimal_token_baseline")
+    experience = trainer.algorithm.collect(trainer.context).experience
+    log_p = partial(trainer.algorithm.policy.log_probs, experience.rollout)
+    expected = log_p(statistic=lambda p: p.exp().square().sum(-1)).statistic
+    assert experience.trajectories.sum_p2.unique().numel() > 2
+    torch.testing.assert_close(experience.trajectories.sum_p2, expected.cpu())
+    assert math.isfinite(toy_text_trainer(tmp_path / "run", "optimal_token_baseline").iterate()["loss"])
+
+
+@pytest.mark.parametrize("updates", (1, 2))
+def test_filtered_completions_are_drawn_by_their_rewards(updates, tmp_path):
+    objective = {"pf_ppo": {"reweight_method": "max_min"}}
+    trainer = toy_text_trainer(tmp_path, objective=objective, optimizer={"updates_per_iteration": updates})
+    experience = trainer.algorithm.collect(trainer.context).experience
+    steps = trainer.algorithm.prepare(experience, trainer.context)
+    drawn, reward = torch.cat([step.sample for step in steps]), experience.trajectories.reward
+    assert len(drawn) == len(reward) > drawn.unique().numel()
+    assert set(reward[drawn].tolist()) <= {float(reward.min()), float(reward.max())}
+    check_resume(partial(toy_text_trainer, objective=objective), tmp_path / "resumed", 1, 2)
+    assert FiltrationSettings().draw(torch.full((3,), math.nan), 0) is None
 
 
 def test_the_penalty_of_ppo_kl_follows_its_target(tmp_path):

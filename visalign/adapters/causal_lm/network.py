@@ -55,7 +55,9 @@ class LinearHead:
             product = product * self.scale if self.scale != 1 else product
             return product if self.soft_cap is None else (product / self.soft_cap).tanh() * self.soft_cap
 
-    def log_prob_entropy(self, hidden: Tensor, target: Tensor, temperature: float) -> LogProbEntropy:
+    def log_prob_entropy(
+        self, hidden: Tensor, target: Tensor, temperature: float, *, sum_p2: bool = False
+    ) -> LogProbEntropy:
         """Log-prob and entropy over the full vocabulary without the logits; [N] of hidden states [N, H]."""
         # s·Wh/τ = Wh/(τ/s); under a cap the scale has to stand inside, on the hidden state
         inside = self.soft_cap is not None and self.scale != 1
@@ -65,7 +67,7 @@ class LinearHead:
         else:
             temperature /= self.scale
         options: dict[str, Any] = {"head_bias": bias, "temperature": temperature, "soft_cap": self.soft_cap}
-        return fused_log_prob_entropy(hidden, self.layer.weight, target, **options)
+        return fused_log_prob_entropy(hidden, self.layer.weight, target, sum_p2=sum_p2, **options)
 
 
 @dataclass

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from visalign.core.tokens.fused_head import squared_mass
 from visalign.errors import UserError
 from visalign.text import Sampling, TextRollout, TokenOutput, TokenSets
 from visalign.text.distribution import chosen_log_prob, log_distribution
@@ -127,9 +128,10 @@ def token_output(
             features, _ = network.features(packed.ids, packed.mask, encoded_images=packed.encoded_images)
             states = features[packed.row.to(device), packed.before.to(device)]
             values = None if value is None else value(states)
-            if statistic is None and not sampling.truncates and network.head is not None:
-                terms = network.head.log_prob_entropy(states, packed.target.to(device), sampling.scale)
-                log_prob, entropy, more = terms.log_prob, terms.entropy, []
+            if statistic in (None, squared_mass) and not sampling.truncates and network.head is not None:
+                squares = {"sum_p2": statistic is not None}  # which the head has without the logits
+                terms = network.head.log_prob_entropy(states, packed.target.to(device), sampling.scale, **squares)
+                log_prob, entropy, more = terms.log_prob, terms.entropy, [terms.sum_p2]
             else:
                 token_sets = rollout.kept.rows(chosen[part]) if rollout.kept and sampling.truncates else None
                 log_prob, entropy, *more = _through_logits(network, states, packed, sampling, token_sets, statistic)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Returns and advantages per decision: discounted sums, GAE, ReMax, REINFORCE++.
+"""Returns and advantages per decision: discounted sums, GAE, ReMax, REINFORCE++, optimal token baselines.
 
 Absent decisions are skipped, not stepped over: the present ones of a row are treated as if they were
 adjacent, so neither a discount nor a value leaks through a hole. Results are [B, T]. A row in which a present
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from visalign.core.checks import check_axes
-from visalign.core.groups.labels import Labels
+from visalign.core.groups.labels import Labels, group_index, group_min, group_sum
 from visalign.core.groups.moments import present_entries
 from visalign.core.precision import float32_dtype
 
@@ -110,6 +110,59 @@ def reinforce_pp_baseline_advantages(
     centred = torch.where(present_entries(reward, valid), centred, float("nan"))
     result = whiten(centred[:, None].expand(weight.shape), weight != 0, ddof=ddof, eps=eps)
     return result.to(float32_dtype(reward))
+
+
+def optimal_token_baseline(
+    reward: Tensor,
+    weight: Tensor,
+    group: Labels,
+    log_prob: Tensor,
+    sum_p2: Tensor,
+    importance_weight: Tensor | None = None,
+    *,
+    multi_turn: bool = True,
+    zero_tail: bool = False,
+    eps: float = 1e-8,
+) -> Tensor:
+    """Subtract the baseline of least variance of each token of a group: A_t = G_t − B_t.
+
+    B_t = Σ_i G_it W_it/(Σ_i W_it + eps), W_t = Σ_{s≤t} ω_s² (1 − 2 π_s + Σ_v π_sv²) the squared norms of the logits'
+    gradients so far, ω the importance weight. i runs over the rows with a t-th token, counted among the present ones
+    with `multi_turn`, otherwise among columns, tools' answers included. B is 0 for the only row of a group, and with
+    `zero_tail` for the longest row behind the length of the second.
+
+    Li et al., arXiv 2602.07078, the logit-gradient proxy, in the forms of verl.
+    """
+    present, energy = _present("reward", reward, weight), 1 - 2 * log_prob.exp() + sum_p2
+    energy = energy if importance_weight is None else energy * importance_weight.square()
+    order, (gains, energy), missing = _to_front(present, reward, energy)
+    usable = present & ~missing[:, None]
+    index, groups = group_index(group, len(reward), reward.device)
+    inside = usable.gather(1, order)
+    if not multi_turn:  # back in their columns
+        gains, energy = (torch.zeros_like(row).scatter(1, order, row) for row in (gains, energy))
+        inside = usable
+    returns = gains.flip(1).cumsum(1).flip(1)
+    total = torch.where(inside, energy.cumsum(1), 0.0)
+    baseline = (group_sum(total * returns, index, groups) / (group_sum(total, index, groups) + eps))[index]
+    length = usable.sum(1, keepdim=True).double()
+    rows = group_sum(((length > 0) if multi_turn else ~missing[:, None]).double(), index, groups)[index]
+    baseline = torch.where(rows > 1, baseline, 0.0)
+    if zero_tail:
+        second = _second_longest(length, index, groups)
+        behind = torch.arange(reward.shape[1], device=reward.device) >= second
+        baseline = torch.where(behind & (length > second), 0.0, baseline)
+    if not multi_turn:
+        returns, baseline = (row.gather(1, order) for row in (returns, baseline))
+    return _back(returns - baseline, order, present, missing, reward.dtype)
+
+
+def _second_longest(length: Tensor, index: Tensor, groups: int) -> Tensor:
+    """Return the second longest length [B, 1] of each row's group: the longest where two rows have it."""
+    longest = -group_min(-length, index, groups)[index]
+    shared = group_sum((length == longest).double(), index, groups)[index] > 1
+    shorter = -group_min(torch.where(length == longest, 0.0, -length), index, groups)[index]
+    return torch.where(shared, longest, shorter)
 
 
 def _to_front(present: Tensor, *rows: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:

@@ -105,6 +105,10 @@ NAMED: dict[str, Objective] = {
         aggregation="dr_grpo",
     ),
     "gdpo": _variant("Liu et al., arXiv 2601.05242", advantage="gdpo", advantage_options={"ddof": 0}),
+    "optimal_token_baseline": _token_variant(
+        "Li et al., arXiv 2602.07078, Σ π² of all tokens in place of gradient norms",
+        advantage="optimal_token_baseline",
+    ),
     "opo": _token_variant(
         "Hao et al., arXiv 2505.23585: exactly on-policy, no clip",
         advantage="opo",

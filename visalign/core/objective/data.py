@@ -21,7 +21,7 @@ Decisions = Literal["tokens", "denoising_steps"]
 
 PER_DECISION = (
     *("old_log_prob", "process_reward", "ref_log_prob", "rollout_log_prob", "value", "entropy"),
-    *("expected_score", "nucleus_entropy", "step", "uniform", "loss_weight"),
+    *("expected_score", "nucleus_entropy", "step", "uniform", "loss_weight", "sum_p2"),
 )
 """Fields of `Trajectories` that are [B, T]."""
 PER_SAMPLE = ("valid", "greedy_reward", "metric", "bundle", "likelihood", "answer")
@@ -60,6 +60,8 @@ class Trajectories:
     """[B, T] V of the rollout."""
     entropy: Tensor | None = None
     """[B, T] nats, under the policy at the beginning of the step."""
+    sum_p2: Tensor | None = None
+    """[B, T] Σ_v π_v² under the policy at the beginning of the step, for advantage="optimal_token_baseline"."""
     expected_score: Tensor | None = None
     """[B, T] E_p[S] of `discriminator_scores`, for selection="clip_v"."""
     nucleus_entropy: Tensor | None = None

@@ -54,6 +54,7 @@ EXTRA: dict[str, tuple[str, str]] = {
         "objective.metric=PART, the name of a part of the reward (a term of weight 0 is one), or 'grpo'",
     ),
     "rank": ("it needs the hidden states of each token", "'grpo'"),
+    "sum_p2": ("it needs the probability of each token; a density has none", "'gpg' or 'dr_grpo'"),
     "bundle": ("it needs bundles of samples of several prompts", "'copo', which compares prompts, or 'grpo'"),
     "ptx_weight": ("it needs pretraining tokens", "ptx=0"),
 }

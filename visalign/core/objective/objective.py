@@ -166,7 +166,7 @@ class Objective:
         t = trajectories
         self._check_trajectories(t)
         weight = torch.where(t.present()[:, None], t.weight.detach(), 0.0)  # a failed reward moves nothing
-        inputs = stages.AdvantageInputs(t, self.kl_in_reward)
+        inputs = stages.AdvantageInputs(t, self.kl_in_reward, self._importance_weight(t, weight))
         result = stages.ADVANTAGES[self.advantage](inputs, self.advantage_options)
         advantage, returns = result if isinstance(result, tuple) else (result, None)
         finite = torch.isfinite(advantage) if advantage.ndim == 1 else torch.isfinite(advantage).all(1)
@@ -194,12 +194,6 @@ class Objective:
         if self.entropy:
             step = SimpleNamespace(**{**vars(t), "advantage": advantage, "weight": weight, "counts": counts})
             target = ENTROPY_TERMS[self.entropy_term](step, self.entropy_term_options)
-        importance_weight = None
-        if self.importance_sampling is not None and t.rollout_log_prob is not None:
-            # ω = f(π_old / μ), μ the engine that sampled
-            off_policy = log_ratio(t.old_log_prob.detach(), t.rollout_log_prob, weight)
-            step = SimpleNamespace(log_ratio=off_policy, weight=weight)
-            importance_weight = stages.IMPORTANCE_WEIGHTS(step, self.importance_sampling).value
         factors = [w.detach() for w in (t.loss_weight, selected.loss_weight) if w is not None]
         return Prepared(
             weight=weight,
@@ -207,7 +201,7 @@ class Objective:
             advantage=advantage,
             row_tokens=row_tokens(weight, group),
             counts=counts,
-            importance_weight=importance_weight,
+            importance_weight=self._importance_weight(t, weight),
             keep=selected.keep,
             penalty=selected.penalty,
             loss_weight=torch.where(weight != 0, math.prod(factors), 0.0) if factors else None,
@@ -218,6 +212,14 @@ class Objective:
             value=None if t.value is None else t.value.detach(),
             ptx_counts=None if t.ptx_weight is None else count_step(t.ptx_weight),
         )
+
+    def _importance_weight(self, t: Trajectories, weight: Tensor) -> Tensor | None:
+        """Compute ω = f(π_old/μ), [B, T], μ the engine that sampled; None without an off-policy correction."""
+        if self.importance_sampling is None or t.rollout_log_prob is None:
+            return None
+        off_policy = log_ratio(t.old_log_prob.detach(), t.rollout_log_prob, weight)
+        step = SimpleNamespace(log_ratio=off_policy, weight=weight)
+        return stages.IMPORTANCE_WEIGHTS(step, self.importance_sampling).value
 
     def loss(self, rows: Prepared, policy: PolicyOutput) -> Loss:
         """Compute the share of a micro-batch in the step's loss, from `prepared.rows(index)` and the policy's

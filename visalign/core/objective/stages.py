@@ -84,8 +84,8 @@ def _drop_invalid(t: Trajectories, reward: Tensor) -> Tensor:
 class AdvantageInputs:
     """Fields that an advantage function may take: those of `DERIVED`, and the trajectories' own."""
 
-    def __init__(self, t: Trajectories, kl_in_reward: float) -> None:
-        self.t, self.beta = t, kl_in_reward
+    def __init__(self, t: Trajectories, kl_in_reward: float, importance_weight: Tensor | None) -> None:
+        self.t, self.beta, self.importance_weight = t, kl_in_reward, importance_weight
 
     def __getattr__(self, name: str) -> Any:
         return DERIVED[name](self.t, self.beta) if name in DERIVED else getattr(self.t, name)
@@ -234,6 +234,7 @@ ADVANTAGES = {
     "remax": Stage(returns.remax_advantages, reward="decision_reward", baseline="greedy_reward"),
     "reinforce_pp": Stage(returns.reinforce_pp_advantages, reward="decision_reward"),
     "reinforce_pp_baseline": Stage(returns.reinforce_pp_baseline_advantages),
+    "optimal_token_baseline": Stage(returns.optimal_token_baseline, reward="decision_reward", log_prob="old_log_prob"),
     "canon": Stage(rules.conditional_advantages),
     "copo": Stage(copo_advantages, weight=Stage(copo_weight)),
     "steps": Stage(group_advantages, reward="process_reward"),

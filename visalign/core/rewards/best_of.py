@@ -8,11 +8,14 @@ float64; NaN, never 0, where fewer than k samples are present.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 from visalign.core.groups.moments import present_entries
 
+Filtration = Literal["pow", "max_min", "max_random"]
 STIRLING_FROM = 16  # Where the four-term Stirling series is exact to 1e-14
 
 
@@ -117,3 +120,20 @@ def _stirling_rest(x: Tensor) -> Tensor:
     inverse = 1 / x.clamp(min=STIRLING_FROM)
     square = inverse.square()
     return inverse * (1 / 12 - square * (1 / 360 - square * (1 / 1260 - square / 1680)))
+
+
+def filtration_weights(reward: Tensor, *, method: Filtration = "pow", power: float = 2.0) -> Tensor:
+    """Weigh the samples of an iteration for a draw with replacement, by rewards [B]; 0 where one is missing.
+
+    pow: |R|^p; max_min: 1 at the largest and the smallest reward, else 0; max_random: 0.4 at the largest, else 0.1;
+    each plus 1e-8. PF-PPO, arXiv 2409.06957, as verl has it: the paper filters the answers to each prompt by rank.
+    """
+    present, value = torch.isfinite(reward), reward.detach().double().nan_to_num()
+    largest = value == torch.where(present, value, -torch.inf).max()
+    smallest = value == torch.where(present, value, torch.inf).min()
+    weights = {
+        "pow": value.abs() ** power,
+        "max_min": (largest | smallest).double(),
+        "max_random": torch.where(largest, 0.4, 0.1).double(),
+    }
+    return torch.where(present, weights[method] + 1e-8, 0.0)

@@ -29,6 +29,11 @@ class LogProbEntropy:
     sum_p2: Tensor | None = None  # Σ_v p_v², no gradient; optimal token baselines need it
 
 
+def squared_mass(log_p: Tensor) -> Tensor:
+    """Compute Σ_v p_v² [*N] of log-probs [*N, V], without gradient."""
+    return (2 * log_p.detach()).exp().sum(-1)
+
+
 def log_prob_entropy(
     logits: Tensor, target: Tensor, *, temperature: float = 1.0, soft_cap: float | None = None
 ) -> LogProbEntropy:
@@ -47,7 +52,7 @@ def log_prob_entropy(
     return LogProbEntropy(
         log_prob=log_p.gather(-1, target.long()[..., None])[..., 0],
         entropy=-(log_p.exp() * finite).sum(-1),
-        sum_p2=(2 * log_p.detach()).exp().sum(-1),
+        sum_p2=squared_mass(log_p),
     )
 
 

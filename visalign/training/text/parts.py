@@ -101,7 +101,7 @@ class TextParts:
         return getattr(self.policy, "tokenizer", None)
 
 
-PER_DECISION = ("gae", "remax", "reinforce_pp", "prime", "process", "group_returns")
+PER_DECISION = ("gae", "remax", "reinforce_pp", "optimal_token_baseline", "prime", "process", "group_returns")
 """Advantages that take rewards of single tokens."""
 
 

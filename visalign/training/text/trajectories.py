@@ -18,6 +18,7 @@ from visalign.core.objective.stages import ADVANTAGES
 from visalign.core.rewards.likelihood import Likelihood, likelihood_reward
 from visalign.core.surrogates.value import soft_minimum
 from visalign.core.tokens.entropy_terms import nucleus_entropy
+from visalign.core.tokens.fused_head import squared_mass
 from visalign.core.tokens.selection_rules import discriminator_scores
 from visalign.errors import UserError
 from visalign.seeds import sample_seed
@@ -75,8 +76,10 @@ def _policy_columns(parts: TextParts, rollout: TextRollout) -> dict[str, Tensor]
     """Outputs of policy and value function before the update, where the objective needs them."""
     objective, recompute = parts.objective, parts.recomputes
     columns, has_value = dict[str, Tensor](), bool(objective.value) or objective.advantage == "gae"
-    if recompute or (has_value and parts.value_model is None):
-        output = parts.policy.log_probs(rollout)
+    needs = ADVANTAGES[objective.advantage].needs
+    if recompute or "sum_p2" in needs or (has_value and parts.value_model is None):
+        output = parts.policy.log_probs(rollout, statistic=squared_mass if "sum_p2" in needs else None)
+        columns |= {} if output.statistic is None else {"sum_p2": output.statistic.cpu()}
         if recompute:
             columns |= {"old_log_prob": output.log_prob.cpu(), "entropy": output.entropy.cpu()}
         if has_value and output.value is not None:
