@@ -51,15 +51,17 @@ def prepare_steps(
     iteration: int,
     whole_groups: bool,
     extras: Sequence[Any] | None = None,
+    drawn: Tensor | None = None,
 ) -> tuple[list[PolicyStep], dict[str, float]]:
     """Prepare an iteration's optimizer updates, `updates` per epoch, and metrics of the advantages.
 
     The split is drawn from (seed, iteration, epoch); with `whole_groups` a group stays in one update, and the
     advantages are the same either way. Updates without any gradient are left out. `extras` are further data
-    of each update.
+    of each update, `drawn` [B] the samples that stand for the B, where they are drawn with replacement.
     """
     keep_groups = whole_groups or objective.aggregation == "group_token_mean"
     parts = list(split_updates(trajectories.group, settings.epochs, updates, seed, iteration, keep_groups))
+    parts = parts if drawn is None else [drawn[part] for part in parts]
     prepared = objective.prepare_steps(trajectories, parts)
     # samples with advantage 0 have a gradient too
     needs_all = objective.kl or objective.entropy or objective.value or objective.selection

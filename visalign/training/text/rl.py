@@ -29,6 +29,7 @@ from visalign.core.objective.entropy_stage import entropy_memory, remembers
 from visalign.core.objective.stages import ADVANTAGES, sample_reward
 from visalign.errors import UserError
 from visalign.interfaces import TextReward
+from visalign.seeds import sample_seed
 from visalign.text import TextPolicy, TextRollout
 from visalign.training.loop.algorithm import Collected, Context
 from visalign.training.loop.dynamic_groups import DynamicGroups, DynamicSettings
@@ -286,15 +287,20 @@ class TextRL(TextAlgorithm):
             batches = [self.parts.demonstrations.batch(first + i) for i in range(total)]
             experience.trajectories = replace(experience.trajectories, ptx_weight=batches[0].loss_mask)
             demonstrations = list(batches)  # every epoch learns new ones
+        t, iteration, drawn = experience.trajectories, run.counters.iteration, None
+        if self.settings.pf_ppo is not None:
+            reward = torch.where(t.present(), sample_reward(t, 0.0), torch.nan)
+            drawn = self.settings.pf_ppo.draw(reward, sample_seed(self.parts.seed, "pf_ppo", iteration))
         pairs = zip(demonstrations, experience.replays or [None] * total, strict=True)  # `PolicyStep.extra`
         steps, experience.signal = prepare_steps(
             objective,
             self.settings,
-            experience.trajectories,
+            t,
             updates=updates,
             seed=self.parts.seed,
-            iteration=run.counters.iteration,
+            iteration=iteration,
             whole_groups=True,
+            drawn=drawn,
             extras=[pair if any(part is not None for part in pair) else None for pair in pairs],
         )
         if steps:

@@ -7,9 +7,12 @@ from dataclasses import field, fields
 from inspect import iscoroutinefunction
 from typing import Annotated, Any, Literal, cast
 
+import torch
 from pydantic import Field
+from torch import Tensor
 
-from visalign.core import Objective
+from visalign.core import Objective, filtration_weights
+from visalign.core.rewards.best_of import Filtration
 from visalign.dotted_path import import_by_path
 from visalign.errors import UserError
 from visalign.settings import Count, Natural, Positive, PositiveShare, Share, settings
@@ -225,6 +228,24 @@ class LatentFlowSettings:
     """Tokens of a step."""
 
 
+@settings("objective.pf_ppo")
+class FiltrationSettings:
+    """Draw of the trained completions by their rewards, with replacement (PF-PPO, arXiv 2409.06957, as in verl)."""
+
+    reweight_method: Filtration = "pow"
+    """Chance of a completion: pow, |reward|^weight_pow; max_min, the largest and smallest rewards of the iteration
+    alone; max_random, 0.4 for the largest and 0.1 for the others."""
+    weight_pow: Positive = 2.0
+    """Exponent of pow."""
+
+    def draw(self, reward: Tensor, seed: int) -> Tensor | None:
+        """Draw B of the samples of rewards [B]; None where no reward is known."""
+        weights = filtration_weights(reward, method=self.reweight_method, power=self.weight_pow)
+        if not bool(weights.sum() > 0):
+            return None
+        return weights.multinomial(len(weights), True, generator=torch.Generator().manual_seed(seed))
+
+
 @settings("objective")
 class TextObjectiveSettings(ObjectiveSettings):
     """Objective on tokens."""
@@ -243,6 +264,8 @@ class TextObjectiveSettings(ObjectiveSettings):
     kl_threshold: Positive | None = None
     """Nats per token from the reference from which the KL term acts (SAFE, `gate_threshold`); only for safe.
     null: 0.3."""
+    pf_ppo: FiltrationSettings | None = None
+    """Draw of the completions that are trained on, behind the advantages; null: each once."""
     ratio_bound: Positive | None = 0.01
     """Largest |log r| at the first update, where r must be 1; raise it under autocast, null switches the check off."""
 
