@@ -86,10 +86,7 @@ _PLAIN: Mapping[str, tuple[type, ...]] = {
 def check_options(
     called: str, target: Callable[..., Any], options: Mapping[str, Any], error: type[Exception] = UserError
 ) -> None:
-    """Raise for unknown or missing options of a callable, and for values of a wrong plain type.
-
-    `called` is its name in messages, e.g. "Reward 'ocr'".
-    """
+    """Raise for unknown or missing options of a callable, `called` so in messages, and for wrong plain types."""
     signature = inspect.signature(target)
     try:
         signature.bind(**options)

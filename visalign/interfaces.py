@@ -77,10 +77,7 @@ def _check_pair(what: str, values: Tensor, valid: Tensor) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """Scores of B images from a pointwise reward.
-
-    A sample that could not be scored has `valid` False, a `reason`, and NaN as value, never a number.
-    """
+    """Scores of B images; one that could not be scored has `valid` False, a `reason`, and NaN as value."""
 
     value: Tensor
     """[B] float32, in `unit`; NaN where `valid` is False."""

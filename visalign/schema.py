@@ -66,10 +66,7 @@ def allowed_keys(schema: Any, prefix: str = "") -> Iterator[str]:
 
 
 def refusal(error: ValidationError, schema: Any, data: Any, sources: Sequence[Source]) -> ConfigError:
-    """Describe an error by its full key: unknown keys, then wrong values, then what a dataclass itself refuses.
-
-    `sources` say where keys were written, later ones over earlier ones.
-    """
+    """Describe an error by its full key: unknown keys, wrong values, rules; `sources` say where keys were written."""
     order = {**dict.fromkeys(_UNKNOWN, 0), "value_error": 2}
     # an unknown key is often the cause of the other errors, and a dataclass cannot check itself before its values
     errors = [

@@ -7,9 +7,6 @@ import hashlib
 
 
 def sample_seed(*parts: int | str) -> int:
-    """Hash `parts`, such as (run seed, iteration, sample id), to a seed in [0, 2⁶³).
-
-    Consecutive numbers give unrelated seeds, equal on every machine.
-    """
+    """Hash `parts`, such as (run seed, iteration, sample id), to an unrelated seed in [0, 2⁶³), on any machine."""
     text = "/".join(f"{type(part).__name__}:{part}" for part in parts)  # 1 and "1" are different draws
     return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "big") >> 1

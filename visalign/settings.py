@@ -35,10 +35,7 @@ Finite = Annotated[float, Field(ge=-MOST_FLOAT, le=MOST_FLOAT, allow_inf_nan=Fal
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 def settings(section: str) -> Callable[[type[T]], type[T]]:
-    """Make a class a frozen, keyword-only pydantic dataclass whose errors are `UserError`s in Python.
-
-    They begin with the key of the section; YAML files and overrides get the messages of `load_config`.
-    """
+    """Make a class a frozen, keyword-only pydantic dataclass; errors are `UserError`s that begin with the section."""
 
     def decorate(cls: type[T]) -> type[T]:
         schema: Any = dataclass(frozen=True, kw_only=True, config=STRICT)(cls)

@@ -34,10 +34,7 @@ def missing_extra(error: ModuleNotFoundError) -> str | None:
 
 
 class MissingExtraFinder:
-    """Last import finder: names the extra of a missing module that this package itself imports.
-
-    It has no base: importing that of `importlib.abc` would take as long as the rest of `import visalign`.
-    """
+    """Last import finder: names the extra of a missing module; baseless, as `importlib.abc` is slow to import."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> None:
         """Raise an error that names the extra, or return None for Python's own error."""

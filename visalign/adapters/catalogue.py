@@ -39,16 +39,14 @@ def find_adapter(folder_or_id: str | Path, adapter: str | None = None) -> Any:
         known_family(kind, str(folder_or_id))
         adapter = "sd3" if kind == "StableDiffusion3Pipeline" else "pipeline"  # sd3's own is faster
     if adapter not in ADAPTERS and ":" not in adapter:
-        raise UserError(
-            f"There is no adapter {adapter!r}. {suggestion(adapter, ADAPTERS)}Allowed: "
-            f"{', '.join(ADAPTERS)}, or {CUSTOM_ADAPTER}."
-        )
+        names = f"{', '.join(ADAPTERS)}, or {CUSTOM_ADAPTER}"
+        raise UserError(f"There is no adapter {adapter!r}. {suggestion(adapter, ADAPTERS)}Allowed: {names}.")
     adapter_class = import_by_path(ADAPTERS.get(adapter, adapter), what="adapter")
     missing = [name for name in ("from_pretrained", *METHODS) if not callable(getattr(adapter_class, name, None))]
     if missing:
         raise AdapterError(
-            f"protocol: {adapter!r} is no adapter: a {type(adapter_class).__name__} without the methods "
-            f"{', '.join(missing)}. Add them, or give {CUSTOM_ADAPTER}."
+            f"protocol: {adapter!r} is no adapter: it lacks the methods {', '.join(missing)}. Add them, or give "
+            f"{CUSTOM_ADAPTER}."
         )
     return adapter_class
 
@@ -79,8 +77,7 @@ def load_policy(
         names = [n for n, p in _parameters(kind).items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
         similar = "".join(suggestion(name, names) for name in refused)
         raise UserError(
-            f"The adapter {kind.__name__} takes no {', '.join(refused)}. {similar}It takes "
-            f"{', '.join(names[1:])}: leave the others at their defaults."
+            f"The adapter {kind.__name__} takes no {', '.join(refused)}. {similar}It takes {', '.join(names[1:])}."
         )
     policy = kind.from_pretrained(folder_or_id, dtype=dtype, device=device, **accepted)
     check_members(policy)

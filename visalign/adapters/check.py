@@ -83,19 +83,17 @@ def check_members(policy: Any) -> None:
     missing = [name for name in MEMBERS if not hasattr(policy, name)]
     if missing:
         raise AdapterError(
-            f"protocol: {type(policy).__name__} has no {', '.join(missing)}. Add what "
-            "visalign.interfaces.DiffusionPolicy lists."
+            f"protocol: {type(policy).__name__} has no {', '.join(missing)}: see visalign.interfaces.DiffusionPolicy."
         )
     shape, predictions = policy.latent_shape, get_args(Prediction)
     is_shape = isinstance(shape, tuple) and shape and all(isinstance(n, int) and n > 0 for n in shape)
     rules = {
-        f"latents: latent_shape is {shape!r}. Make it a tuple of positive integers: what follows B, (C, H, "
-        "W).": is_shape,
+        f"latents: latent_shape is {shape!r}. Make it a tuple of positive integers, (C, H, W).": is_shape,
         f"latents: storage_dtype is {policy.storage_dtype}. Make it a floating dtype.": (
             policy.storage_dtype.is_floating_point
         ),
-        f"protocol: prediction is {policy.prediction!r}; allowed: {', '.join(predictions)}. Declare what the network "
-        "gives; velocity() converts it (visalign.flow.velocity_of_prediction).": policy.prediction in predictions,
+        f"protocol: prediction is {policy.prediction!r}; allowed: {', '.join(predictions)}, as the network gives it; "
+        "velocity() converts it.": policy.prediction in predictions,
     }
     if broken := next((message for message, valid in rules.items() if not valid), None):
         raise AdapterError(broken)

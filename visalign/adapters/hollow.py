@@ -43,8 +43,7 @@ class Trace:
     """Operations and bytes of the networks of a hollow pipeline."""
 
     flops: dict[str, int] = field(default_factory=dict)
-    """Part of the pipeline -> floating-point operations of matrix products (a multiply-add is two) since
-    `clear`, without backward."""
+    """Part of the pipeline -> FLOPs of its matrix products since `clear`, forward only (a multiply-add is two)."""
     held: int = 0  # Bytes that the backward of a network's last call with gradient would find stored, without weights
     largest_block: int = 0  # Bytes that one block recomputes at a time under gradient checkpointing; 0 without
 
@@ -118,9 +117,7 @@ def traced_network(network: Any) -> Iterator[Trace]:
 def _hollow(
     folder: str, name: str, entry: list[str], dtype: torch.dtype, quantization: Any, trace: Trace
 ) -> nn.Module | None:
-    """Build a traced part on the meta device; None where it has no weights, or few: a small text encoder may
-    yield only null tokens, of which the policy keeps one, which changes every number.
-    """
+    """Build a traced part on the meta device; None without weights, or for a text encoder small enough to be run."""
     sizes = [file.stat().st_size for file in (Path(folder) / name).glob("*.safetensors")]
     kind: Any = getattr(importlib.import_module(entry[0]), entry[1], None)
     loader: Any = kind
@@ -145,10 +142,7 @@ def _hollow(
 
 
 def _round(part: Any, config: Any) -> None:
-    """Round the linear layers as diffusers does when it reads them, in place; None rounds nothing.
-
-    bitsandbytes keeps NF4 weights as two in a byte, a float32 scale for 64 of them, and a table of 16 values.
-    """
+    """Round the linear layers in place as diffusers does; NF4 keeps two weights a byte and a float32 scale for 64."""
     float32_names = set(getattr(part, "_keep_in_fp32_modules", None) or ())
     linear = [(path, layer) for path, layer in part.named_modules() if isinstance(layer, nn.Linear)]
     if isinstance(config, TorchAoConfig):
@@ -173,10 +167,7 @@ def _round(part: Any, config: Any) -> None:
 
 
 class _FourBitsProduct(torch.autograd.Function):
-    """x W^T of a weight that is unpacked for the product and again for its backward, which keeps nothing.
-
-    As `_Kept` and `_Attention`, it only counts what a backward would keep, and has none.
-    """
+    """x W^T of a weight that is unpacked for the product and again for its backward, which is only counted."""
 
     @staticmethod
     def of(layer: nn.Linear, dtype: torch.dtype, x: Tensor) -> Tensor:

@@ -64,8 +64,7 @@ def check_bare(model: Any, merging: str) -> None:
     """Raise if a model already has adapters; `merging` is the code that merges them, for the message."""
     if present := sorted(getattr(model, "peft_config", {})):
         raise UserError(
-            f"The {type(model).__name__} already has the adapters {present}, and the reference would "
-            f"lose them. Merge them into the weights first ({merging}) and use the result."
+            f"The {type(model).__name__} already has the adapters {present}. Merge them first ({merging})."
         )
 
 
@@ -117,17 +116,14 @@ def check_same_kind(
     current_alpha: float,
     metadata: Mapping[str, Any],
 ) -> None:
-    """Raise if saved adapters differ from the model's in rank, scale or layers, naming the first difference.
-
-    `metadata` are the settings saved with them.
-    """
+    """Raise if saved adapters, with the settings `metadata`, differ from the model's in rank, scale or layers."""
     saved, expected = ({n: tuple(w.shape) for n, w in weights.items()} for weights in (state, current))
     if saved != expected or alpha != current_alpha:
         differing = sorted(n for n in {*saved, *expected} if saved.get(n) != expected.get(n))
         example = "".join(f"; {n} {saved.get(n)} there, {expected.get(n)} here" for n in differing[:1])
         raise UserError(
-            f"The LoRA in {folder} does not fit this model: alpha {alpha} there, {current_alpha} "
-            f"here{example}. Build the policy with the model and the LoraSettings that it was trained with."
+            f"The LoRA in {folder} does not fit this model: alpha {alpha} there, {current_alpha} here{example}. Build "
+            "the policy with the model and the LoraSettings that it was trained with."
         )
     if scales := other_scales(metadata):
         raise UserError(f"The LoRA in {folder} has {', '.join(scales)}, and this policy scales by α / r alone.")

@@ -32,10 +32,9 @@ def local_folder(folder_or_id: str | Path, content: str) -> Path | None:
         return None
     if name.startswith(("http://", "https://")):
         raise UserError(f"{name} is an address. Download the file, and give its path.")
-    is_file = folder.suffix in (".safetensors", ".ckpt", ".gguf")
-    kind, remedy = ("file", "Correct the path, or give") if is_file else ("folder", "Give")
+    kind = "file" if folder.suffix in (".safetensors", ".ckpt", ".gguf") else "folder"
     raise FileNotFoundError(
-        f"There is no model {kind} {folder}. {remedy} a folder that {content} or a hub name of the form owner/name."
+        f"There is no model {kind} {folder}. Give a folder that {content} or a hub name of the form owner/name."
     )
 
 
@@ -46,13 +45,11 @@ def pipeline_index(folder_or_id: str | Path) -> dict[str, Any]:
         return read_object(hub_file(str(folder_or_id), "model", INDEX, MODULAR_INDEX))
     file = next((folder / name for name in (INDEX, MODULAR_INDEX) if (folder / name).is_file()), None)
     if file is None:
+        is_lora = (folder / "lora").is_dir() or any(folder.glob("*lora*.safetensors"))
+        lora = "It holds a LoRA: give its base model here, and this folder as the LoRA (visalign sample --lora)."
+        remedy = lora if is_lora else "Give the folder above transformer/, vae/ and text_encoder/."
         raise FileNotFoundError(
-            f"{folder} contains no {INDEX} or {MODULAR_INDEX}, so it is no diffusers pipeline. "
-            + (
-                "It holds a LoRA: give its base model here, and this folder as the LoRA (visalign sample --lora)."
-                if (folder / "lora").is_dir() or any(folder.glob("*lora*.safetensors"))
-                else "Give the folder above transformer/, vae/ and text_encoder/, as pipe.save_pretrained writes it."
-            )
+            f"{folder} contains no {INDEX} or {MODULAR_INDEX}, so it is no diffusers pipeline. {remedy}"
         )
     index = read_object(file)
     if not isinstance(index.get("_class_name", ""), str):
@@ -72,8 +69,7 @@ def explain_damage(folder_or_id: str | Path, kind: str) -> Iterator[None]:
             with open_tensors(file):  # names the damaged one
                 pass
         raise FileNotFoundError(
-            f"{folder_or_id} cannot be loaded as {kind}: {str(error).partition(chr(10))[0]} Copy the missing "
-            "folders, or save the pipeline again."
+            f"{folder_or_id} cannot be loaded as {kind}: {str(error).partition(chr(10))[0]} Copy it, or save it again."
         ) from error
 
 

@@ -34,10 +34,7 @@ def place(pipe: Any, device: torch.device | str, *, offload: bool) -> Any:
 
 @contextmanager
 def on_device(pipe: Any, names: tuple[str, ...], device: torch.device) -> Iterator[None]:
-    """Have the parts of a pipeline whose names begin with `names` on a device inside the block; nestable.
-
-    Weights that are elsewhere are copied there, and the copies dropped at the end: they are frozen.
-    """
+    """Copy frozen parts of a pipeline whose names begin with `names` to a device inside the block; nestable."""
     parts = [part for name, part in pipe.components.items() if name.startswith(names) and isinstance(part, nn.Module)]
     tensors = [tensor for part in parts for tensor in (*part.parameters(), *part.buffers())]
     elsewhere = [tensor for tensor in tensors if tensor.device != device and not tensor.is_meta]

@@ -71,8 +71,10 @@ class ModelSource:
         variants = sorted({end for part in folder.glob("*/") for end in stored_variants(part) if end})
         if variant in variants:
             return variant
-        choices = f"; its variants are: {', '.join(variants)}. Give one of them, or leave" if variants else ". Leave"
-        raise UserError(f"{folder} has no weights of the variant {variant!r}{choices} model.variant (--variant) out.")
+        choices = f"; its variants are: {', '.join(variants)}." if variants else "."
+        raise UserError(
+            f"{folder} has no weights of the variant {variant!r}{choices} Correct model.variant (--variant)."
+        )
 
     def parts(
         self, index: Mapping[str, Any], dtypes: Mapping[str, torch.dtype], quantization_config: Any = None
@@ -111,8 +113,8 @@ class ModelSource:
             problem = f"it has no {problem}" if isinstance(error, KeyError) else problem
         if problem:
             raise UserError(
-                f"{self.file} does not fit the {name} ({entry[1]}) of {self.folder}: {problem}. Give a diffusers "
-                "folder of the same model: model.config=FOLDER."
+                f"{self.file} does not fit the {name} ({entry[1]}) of {self.folder}: {problem}. Give the same "
+                "model's: model.config=FOLDER."
             )
         return part
 
@@ -171,9 +173,10 @@ def checkpoint_kind(file: Path) -> str | None:
         kind = "xl_base" if is_xl else "v1" if "input_blocks.0.0.weight" in network else None
         kind = "sd3" if "joint_blocks.0.x_block.attn.qkv.weight" in network else kind
     if kind is None and not {"conv_in.weight", "proj_out.weight"} & network:
+        families = ", ".join(name.removesuffix("Pipeline") for name in PIPELINES)
         raise UserError(
-            f"{file} is of no known family; its keys look like {', '.join(list(shapes)[:3])}. Files of these families "
-            f"are read: {', '.join(name.removesuffix('Pipeline') for name in PIPELINES)}. Of others give a folder."
+            f"{file} is of no known family; its keys look like {', '.join(list(shapes)[:3])}. Give a folder, or a "
+            f"file of {families}."
         )
     if kind is not None and not any(kind in kinds for kinds in PIPELINES.values()):
         raise UserError(f"{file} is a checkpoint of the kind {kind}, which is not read. Give a base model.")
@@ -194,7 +197,7 @@ def _neighbour(file: Path, kind: str | None, pipelines: list[str]) -> Path | str
     if kind is None:
         raise UserError(
             f"{file} holds one network in diffusers' own layout, which many families have. Give the folder of its "
-            "pipeline: model.config=FOLDER, or as model.path where the file is a part of it."
+            "pipeline: model.config=FOLDER, or model.path."
         )
     first = [file.parent, file.with_suffix("")]
     folders = [*first, *(path for path in sorted(file.parent.iterdir()) if path.is_dir() and path not in first)]
@@ -207,8 +210,8 @@ def _neighbour(file: Path, kind: str | None, pipelines: list[str]) -> Path | str
         raise UserError(f"{needs} Say which of {', '.join(map(str, fitting))} fits: model.config=FOLDER.")
     if not isinstance(try_to_load_from_cache(name, INDEX), str) and (reason := go_offline_if_unreachable()):
         raise UserError(
-            f"{needs} The hub has them as {name} and cannot be reached ({reason}). Give a diffusers folder of the "
-            "same family: model.config=FOLDER, or put one beside the file."
+            f"{needs} The hub has them as {name} and cannot be reached ({reason}). Give a folder of the family: "
+            "model.config=FOLDER."
         )
     return name
 

@@ -60,9 +60,8 @@ class CompiledBlocks:
 
     def __init__(self, network: nn.Module, blocks: Sequence[nn.Module]) -> None:
         if not blocks:
-            raise UserError(
-                f"model.compile is set, but {type(network).__name__} declares no repeated blocks. Leave it out."
-            )
+            kind = type(network).__name__
+            raise UserError(f"model.compile is set, but {kind} declares no repeated blocks. Leave it out.")
         from torch._dynamo import config, exc  # 1.5 s
 
         # kinds of block × sizes × (gradient, none, adapters off) are more graphs than torch's limit of 8 a function,
@@ -137,8 +136,8 @@ def _set_attention(network: nn.Module, backend: str) -> None:
     processors = [getattr(part, "processor", None) for part in network.modules()]
     if not any(hasattr(processor, "_attention_backend") for processor in processors):
         raise UserError(
-            f"model.attention is {backend!r}, but no layer of this {type(network).__name__} takes a backend. "
-            "Leave it out (the fast adapter of SD3 has its own attention)."
+            f"model.attention is {backend!r}, but no layer of this {type(network).__name__} takes a backend. Leave it "
+            "out."
         )
     from diffusers.models.attention_dispatch import attention_backend
 

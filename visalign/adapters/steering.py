@@ -78,8 +78,8 @@ class SteeringCallback:
     ) -> None:
         if "callback_on_step_end" not in inspect.signature(type(pipe).__call__).parameters:
             raise UserError(
-                f"A call of {type(pipe).__name__} takes no callback_on_step_end, so it cannot be steered. "
-                "Take a classic pipeline of diffusers that has it, or `flow.steered_rollout` with a policy."
+                f"A call of {type(pipe).__name__} takes no callback_on_step_end, so it cannot be steered. Take a "
+                "classic pipeline of diffusers, or `flow.steered_rollout`."
             )
         after = list(resample_after)
         check_steering(particles, after, 1, max(after, default=1), strength)
@@ -118,13 +118,13 @@ class SteeringCallback:
             raise UserError(f"The call has {steps} steps. {error}") from error
         if count % self._particles:
             raise UserError(
-                f"The call makes {count} images, which are no groups of {self._particles}: set "
-                f"num_images_per_prompt={self._particles}, or repeat each prompt as often."
+                f"The call makes {count} images, which are no groups of {self._particles}: set num_images_per_prompt "
+                "to it."
             )
         if self._shape is not None and tuple(latents.shape[1:]) != self._shape:
             raise UserError(
-                f"The call denoises latents of {list(latents.shape[1:])}, the callback decodes "
-                f"{list(self._shape)}: give SteeringCallback the image_size (and num_frames) of the call."
+                f"The call denoises latents of {list(latents.shape[1:])}, the callback decodes {list(self._shape)}: "
+                "give SteeringCallback the call's image_size (and num_frames)."
             )
         self._seeds = [sample_seed("callback", self._seed, i) for i in range(count)]
         self._last_reward = torch.zeros(count, dtype=torch.float64)
@@ -151,10 +151,9 @@ def _check_sampler(scheduler: Any) -> None:
     if kind not in _SAMPLERS or changed:
         replacement = "FlowMatchEulerDiscrete" if "Flow" in kind.__name__ else "DDIM"
         raise UserError(
-            f"The pipeline samples with {kind.__name__}{' of ' if changed else ''}{', '.join(changed)}, "
-            "whose steps do not say what the network predicted. Steering works with "
-            f"{', '.join(supported.__name__ for supported in _SAMPLERS)} without {', '.join(_EXTRA_STEPS)}: "
-            f"set pipe.scheduler = {replacement}Scheduler.from_config(pipe.scheduler.config)."
+            f"The pipeline samples with {kind.__name__}{' of ' if changed else ''}{', '.join(changed)}, whose steps "
+            f"do not say what the network predicted. Without {', '.join(_EXTRA_STEPS)}, set pipe.scheduler = "
+            f"{replacement}Scheduler.from_config(pipe.scheduler.config)."
         )
 
 

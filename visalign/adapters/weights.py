@@ -16,10 +16,7 @@ from .lora import lora_disabled
 
 @contextmanager
 def swapped_weights(parameters: Sequence[Tensor], stored: Sequence[Tensor]) -> Iterator[None]:
-    """Swap in stored values (of the same shapes) inside the block, without copying.
-
-    A graph built before the block is valid after it; a backward inside would use the stored weights.
-    """
+    """Swap in stored values (of the same shapes), without copying; graphs built before stay valid after it."""
     current = [parameter.data for parameter in parameters]
     try:
         for parameter, value in zip(parameters, stored, strict=True):
@@ -61,8 +58,8 @@ class TrainedWeights:
                     yield
             elif self._original is None:
                 raise UserError(
-                    "The policy was created with reference=False, so the model before training was not kept. "
-                    "Use reference=True, which takes one more model in memory, or train adapters."
+                    "The policy was created with reference=False, so the model before training was not kept. Use "
+                    "reference=True, or train adapters."
                 )
             else:
                 with swapped_weights([weight for _, weight in self.named()], self._original):

@@ -213,10 +213,7 @@ def _score(policy: DiffusionPolicy, latents: Tensor, reward: Reward, count: int,
 
 
 def _best(value: Tensor, paths: int) -> Tensor:
-    """Indices [B · paths] of each group's best among its branches, from values [M, B · paths].
-
-    Ties take the first branch of each path: if nothing is known, each path continues.
-    """
+    """Indices [B · paths] of each group's best branches by values [M, B · paths]; ties take the first branch."""
     branches, count = value.shape
     groups = value.view(branches, -1, paths).transpose(0, 1).flatten(1)  # [B, M · paths]
     order = groups.argsort(dim=1, descending=True, stable=True)[:, :paths]

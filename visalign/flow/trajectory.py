@@ -38,10 +38,7 @@ class Pairs:
 
 @dataclass(frozen=True, kw_only=True)
 class Trajectory:
-    """B denoised samples and their S stochastic steps. S is 0 for a pure ODE rollout.
-
-    float32 fields are float64 when the policy stores latents in float64.
-    """
+    """B denoised samples and their S stochastic steps (S = 0: pure ODE); float64 where latents are stored so."""
 
     latents: Tensor
     """[B, ...] final latents x0, storage dtype."""

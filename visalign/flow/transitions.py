@@ -200,10 +200,7 @@ class ODESolver:
 
 
 def velocity_between(x: Tensor, x_next: Tensor, sigma: Tensor | float, sigma_next: Tensor | float) -> Tensor:
-    """Compute the velocity of an Euler step of the ODE, v = (x' − x) / (σ' − σ); x̂0 = x − σ v = x' − σ' v.
-
-    Rounding of stored latents is enlarged by 1 / (σ − σ').
-    """
+    """Compute v = (x' − x) / (σ' − σ), the velocity of an Euler step, which enlarges rounding of stored latents."""
     x, x_next, sigma, sigma_next = _working(x, x_next, sigma, sigma_next)
     return (x_next - x) / _rows(sigma_next - sigma, x)
 

@@ -35,8 +35,7 @@ def host(module: str) -> Any:
 
 
 def required_inputs(objective: Objective) -> dict[str, str]:
-    """Return the inputs an algorithm needs beyond tokens, groups and rewards: field of `Trajectories` or
-    `PolicyOutput` -> the choice that needs it."""
+    """Field of `Trajectories` or `PolicyOutput` besides tokens, groups, rewards -> the choice that needs it."""
     o = objective
     needs = {**o.output_needs(), **o.trajectory_needs()}
     if o.kl:
@@ -51,8 +50,7 @@ def required_inputs(objective: Objective) -> dict[str, str]:
 
 
 def refuse_what_is_missing(name: str, objective: Objective, available: Collection[str], where: str) -> None:
-    """Raise if an algorithm has no meaning on tokens, or needs fields of `Trajectories` or `PolicyOutput`
-    that are not available in a host; `where` is its name."""
+    """Raise if an algorithm means nothing on tokens, or needs a field that a host (`where`) does not have."""
     check_decisions(objective, "tokens", name=name)
     for field, choice in required_inputs(objective).items():
         if field not in available:

@@ -180,10 +180,7 @@ def _refusal(name: str, why: str | None, what: str) -> ValueError:
 
 
 def register(name: str, row: Objective) -> None:
-    """Register one row as `visalign:NAME`, as a policy loss and as an advantage estimator, or again.
-
-    What cannot be done in verl raises, with the reason, when verl calls it.
-    """
+    """Register a row as `visalign:NAME`, loss and advantage estimator; what verl cannot do raises in the call."""
 
     def or_refuse(build: Callable[[Objective], Callable[..., Any]], why: str | None, what: str) -> Callable[..., Any]:
         def refuse(*_: Any, **__: Any) -> Any:

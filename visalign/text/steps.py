@@ -32,8 +32,7 @@ class StepReading:
 
     separator: str = "\n"  # Text that ends a step
     marker: str | None = None
-    """Text that the model reads after each step in place of the separator (Qwen2.5-Math-PRM: "<extra_0>");
-    None is the separator itself, as TRL trains."""
+    """Text read after each step in place of the separator (Qwen2.5-Math-PRM: "<extra_0>"); None: the separator."""
 
     def __post_init__(self) -> None:
         if not self.separator or self.marker == "":
@@ -65,10 +64,7 @@ class StepReading:
 
 
 def step_index(rollout: TextRollout, tokenizer: Any, reading: StepReading) -> Tensor:
-    """Number the step of each token of a rollout, [B, T] int64, with the tokenizer of the policy that wrote it.
-
-    −1 where the loss mask is 0 and in completions without a step.
-    """
+    """Number the step of each token of a rollout, [B, T] int64; −1 where the loss mask is 0 or there is no step."""
     rows = [_token_spans(rollout, row, tokenizer, reading) for row in range(len(rollout))]
     table = torch.zeros(2, len(rollout), max([len(spans) for spans in rows], default=0), dtype=torch.int64)
     for row, spans in enumerate(rows):

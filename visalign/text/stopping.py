@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 StopReason = Literal["eos", "stop string", "length", "prompt too long", "tool failed"]
-"""Why a completion ended; "prompt too long" marks a sample that was not generated, whose loss mask is 0, and
-"tool failed" a sample whose tool call got no answer."""
+"""Why a completion ended; "prompt too long" was not generated, of "tool failed" a call got no answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +24,7 @@ class StoppingCriteria:
 
 
 class StopStrings:
-    """Search for stop strings at the end of a completion, token by token.
-
-    `decode` must keep special tokens and blanks as they are.
-    """
+    """Search for stop strings at a completion's end; `decode` must keep special tokens and blanks."""
 
     def __init__(self, strings: Sequence[str], decode: Callable[[list[int]], str]) -> None:
         self.strings = tuple(strings)

@@ -12,10 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TokenSets:
-    """A set of token ids per decision, [B, T] sets; those of absent decisions are empty.
-
-    Ids and not a [B, T, V] mask: a nucleus is a few dozen tokens of a hundred thousand.
-    """
+    """Sets [B, T] of token ids per decision: a nucleus is a few dozen tokens, a mask the whole vocabulary."""
 
     ids: Tensor  # [M] int32, set after set, row by row; M is the sum of `count`
     count: Tensor  # [B, T] int64, the size of each set

@@ -62,10 +62,7 @@ def tool_methods(environment: Any) -> list[Callable[..., Any]]:
 
 
 class ChatTurns:
-    """Runs the conversations of a batch; environments are made once and reset for each sample.
-
-    `reset` gets the fields of a prompt's record by their names.
-    """
+    """Runs the conversations of a batch; `reset` of an environment gets the fields of a prompt's record by name."""
 
     def __init__(self, encoder: PromptEncoder, use: EnvironmentUse, records: Sequence[Mapping[str, Any]] = ()) -> None:
         self.encoder, self.use = encoder, use

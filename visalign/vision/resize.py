@@ -33,10 +33,7 @@ def resize_like_pil(levels: Tensor, size: tuple[int, int], interpolation: str = 
 
 
 def resize_smoothly(images: Tensor, size: Sequence[int], interpolation: str = "bicubic") -> Tensor:
-    """Resize images [*, H, W] of any range, y = W_H x W_Wᵀ with PIL's antialiased "bicubic" or "bilinear".
-
-    Never rounded or clipped; differentiable, dtype kept.
-    """
+    """Resize images [*, H, W], y = W_H x W_Wᵀ with PIL's antialiased filter, unrounded, unclipped, differentiable."""
     for axis, target in ((-1, size[1]), (-2, size[0])):
         source = images.shape[axis]
         if source != target:

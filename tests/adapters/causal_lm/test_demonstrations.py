@@ -35,7 +35,7 @@ def test_a_demonstration_has_the_log_prob_of_the_models_own_forward():
 
 
 def test_completions_that_cannot_be_learnt_are_refused():
-    with pytest.raises(UserError, match=r"have 1 \+ 71 tokens, and the model reads 64 at most"):
+    with pytest.raises(UserError, match=r"have 1 \+ 71 tokens; the model reads 64"):
         demonstration_rollout(toy_policy(), ["g"], ["a" * 70])
 
 
@@ -81,7 +81,7 @@ def test_of_pairs_and_votes_too_what_a_tool_wrote_is_not_learnt():
 @pytest.mark.parametrize("spans", [[[0, 9]], [[2, 4], [3, 5]], [4, 6]])
 def test_spans_that_are_none_of_the_completion_are_refused(spans):
     record = {"prompt": "g", "completion": "1+2=3. a", "tool_answers": spans}
-    message = r"Record 0 has tool_answers .*; it must be a list of \[begin, end\], .* \(it has 8\)"
+    message = r"Record 0 has tool_answers .*; give a list of \[begin, end\], .* \(it has 8\)"
     with pytest.raises(UserError, match=message):
         DemonstrationBatches(toy_policy(), [record], size=1, seed=0)
 

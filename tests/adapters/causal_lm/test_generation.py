@@ -145,7 +145,7 @@ def test_completions_end_where_the_context_does(shared) -> None:
 
 
 def test_prompts_that_are_too_long(shared) -> None:
-    with pytest.raises(UserError, match=r"Prompt 1 has 64 tokens, and at most 63 .*context is 64\); 1 of 2"):
+    with pytest.raises(UserError, match=r"Prompt 1 has 64 tokens, .* at most 63 .*context is 64\), and 1 of 2"):
         sampled(shared, prompts=["b", "b" * 64])
     given = policy(max_prompt_tokens=5, long_prompts="mask")
     rollout = sampled(given, Sampling(top_p=0.9), prompts=["abcdef", "abc"])
@@ -166,7 +166,7 @@ def test_prompts_that_are_too_long(shared) -> None:
     ("options", "message"),
     [
         ({"prompts": []}, r"prompts is \[\]; give a list of at least one prompt"),
-        ({"seeds": [1, 2]}, "seeds has 2 entries for 5 prompts × 3 generations"),
+        ({"seeds": [1, 2]}, "seeds has 2 entries for 5 prompts; give 15"),
         ({"images": [[]] * 5}, "used as a text policy and reads no images"),
     ],
 )
@@ -181,7 +181,7 @@ def test_a_tokenizer_without_pad_or_eos() -> None:
     model = tiny_model()
     model.generation_config.eos_token_id = None  # type: ignore[union-attr]
     endless = CausalLMPolicy(model, tiny_tokenizer(pad=False, eos=False, template="{{ messages[0].content }}"))
-    with pytest.raises(UserError, match="has an end-of-sequence token, so no completion would end by itself"):
+    with pytest.raises(UserError, match="has an end-of-sequence token"):
         sampled(endless)
     rollout = sampled(endless, stopping=StoppingCriteria(max_new_tokens=5, eos_ids=()))
     assert set(rollout.stop_reason) == {"length"}

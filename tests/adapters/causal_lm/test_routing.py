@@ -117,9 +117,9 @@ def test_the_router_learns_through_the_weights_of_the_experts_that_are_given() -
 
 def test_dense_models_and_demonstrations_are_refused(tmp_path: Path) -> None:
     policy = CausalLMPolicy(tiny_model(), tiny_tokenizer())
-    with pytest.raises(UserError, match=r"Qwen3ForCausalLM has no layers with a module `experts`"):
+    with pytest.raises(UserError, match=r"layers with a module `experts`, and Qwen3ForCausalLM has none"):
         policy.with_routes(_rollout(policy))
-    with pytest.raises(UserError, match=r"Qwen3ForCausalLM has no layers with a module `experts`"):
+    with pytest.raises(UserError, match=r"layers with a module `experts`, and Qwen3ForCausalLM has none"):
         toy_text_trainer(tmp_path, rollout={"routing_replay": True})  # before anything is written or measured
     mixture = _policy()
     given = DemonstrationBatches(mixture, DEMONSTRATIONS, size=2, seed=0)

@@ -82,7 +82,7 @@ def test_the_head_is_saved_beside_the_model(tmp_path) -> None:
     again.load(tmp_path)
     assert again.value_head is not None
     torch.testing.assert_close(again.value_head.linear.weight, given.value_head.linear.weight)
-    with pytest.raises(UserError, match=r"1 critics and hidden size 32, this one 1 and 16"):
+    with pytest.raises(UserError, match=r"\(critics, hidden size\) \(1, 32\), this one \(1, 16\)"):
         ValueHead(16).load(tmp_path)
 
 
@@ -90,7 +90,7 @@ def test_a_head_without_hidden_states_shares_nothing() -> None:
     model = tiny_model(tie_word_embeddings=False)
     model.lm_head = nn.Sequential(model.lm_head)
     model.get_output_embeddings = lambda: model.lm_head
-    with pytest.raises(UserError, match="Qwen3ForCausalLM is no linear layer, so its hidden states"):
+    with pytest.raises(UserError, match="Qwen3ForCausalLM is not linear, so no value head"):
         CausalLMPolicy(model, tiny_tokenizer(), value_head=ValueHead(32))
 
 

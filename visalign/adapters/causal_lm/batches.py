@@ -52,20 +52,15 @@ class PromptBatch:
         sized = {"seeds": (seeds, count), "group": (group, len(prompts)), "after": (after, count)}
         for name, (values, expected) in sized.items():
             if isinstance(values, Sequence) and len(values) != expected:
-                raise UserError(
-                    f"{name} has {len(values)} entries for {len(prompts)} prompts × {num_generations} "
-                    f"generations; give {expected}."
-                )
+                raise UserError(f"{name} has {len(values)} entries for {len(prompts)} prompts; give {expected}.")
         limits = (max_prompt_tokens, None if context is None else context - 1)
         longest = min((limit for limit in limits if limit is not None), default=None)
         long = [index for index, ids in enumerate(encoded.ids) if longest is not None and len(ids) > longest]
         if long and long_prompts == "refuse":
-            patched = [] if encoded.encoded_images is None else encoded.encoded_images[long[0]]
-            share = f" ({sum(image.tokens for image in patched)} of them for its images)" if patched else ""
             raise UserError(
-                f"Prompt {long[0]} has {len(encoded.ids[long[0]])} tokens{share}, and at most {longest} are "
-                f"allowed (the model's context is {context}); {len(long)} of {len(prompts)} prompts are too "
-                'long. Shorten or drop them, or set long_prompts="mask" to mask their samples.'
+                f"Prompt {long[0]} has {len(encoded.ids[long[0]])} tokens, images included; at most {longest} are "
+                f"allowed (the model's context is {context}), and {len(long)} of {len(prompts)} have more. Shorten or "
+                'drop them, or set long_prompts="mask".'
             )
         return cls(
             prompts=prompts,
@@ -99,10 +94,8 @@ class PromptBatch:
         """Return sample -> tokens that may be drawn, of the samples to be completed."""
         rooms = {}
         for sample, prompt in enumerate(self.prompt_index):
-            room = max_new_tokens
-            if self.context is not None:
-                room = min(room, self.context - len(self.encoded.ids[prompt]))
-            room -= len(self.begun(sample))
+            left = max_new_tokens if self.context is None else self.context - len(self.encoded.ids[prompt])
+            room = min(max_new_tokens, left) - len(self.begun(sample))
             if room > 0 and self.fits(prompt):
                 rooms[sample] = room
         return rooms

@@ -54,8 +54,7 @@ def demonstration_rollout(
         used, room = len(encoded.ids[row]), policy.context_length
         if room is not None and used + len(ids) > room:
             raise UserError(
-                f"Prompt and completion {row} have {used} + {len(ids)} tokens, and the model reads {room} at "
-                "most. Leave the record out or shorten it."
+                f"Prompt and completion {row} have {used} + {len(ids)} tokens; the model reads {room}. Shorten them."
             )
         completion_ids.append(ids)
         masks.append(mask)
@@ -89,8 +88,8 @@ def _spans(index: int, record: Record, field: str) -> Spans:
         edges = [0, *(edge for begin, end in spans for edge in (begin, end)), size]
     if any(type(edge) is not int for edge in edges) or edges != sorted(edges):
         raise UserError(
-            f"Record {index} has {name} {spans!r}; it must be a list of [begin, end], characters of "
-            f"the {field} (it has {size}) that a tool wrote, one behind the other."
+            f"Record {index} has {name} {spans!r}; give a list of [begin, end], characters of the {field} (it has "
+            f"{size}) that a tool wrote, one behind the other."
         )
     return spans
 
@@ -164,9 +163,9 @@ def fitting_demonstrations(
     if not fitting or (too_long == "refuse" and len(fitting) < len(records)):
         first = next(index for index, length in enumerate(lengths) if length > room)
         raise UserError(
-            f"{len(records) - len(fitting)} of {len(records)} records are longer than the {room} tokens that "
-            f"the model reads: record {first} has {lengths[first]} in prompt and {field} (the first record "
-            "is 0). Leave them out or shorten them; data.too_long=drop leaves them out where others fit."
+            f"{len(records) - len(fitting)} of {len(records)} records have more tokens than the {room} that the model "
+            f"reads: record {first} has {lengths[first]} in prompt and {field}. Shorten them; data.too_long=drop "
+            "leaves them out where others fit."
         )
     return fitting
 
@@ -191,6 +190,6 @@ def with_mismatched(policy: CausalLMPolicy, records: Sequence[Record]) -> list[d
         if not unmatched:
             return mismatched
     raise UserError(
-        f"Record {unmatched[0]} of {count} has no completion of another prompt that the model could read behind its "
-        "own prompt, and the reference point of KTO is measured on such. Give completions to several prompts."
+        f"Record {unmatched[0]} of {count} has no other prompt's completion that fits behind its own prompt, on which "
+        "KTO's reference point is measured. Give completions to several prompts."
     )

@@ -163,8 +163,7 @@ def _first_pass(
     features, cache = network.features(ids, mask, encoded_images=encoded_images, caching=True)
     if not hasattr(cache.keys, "reorder_cache"):
         raise UserError(
-            f"{type(network.model).__name__} returned no key-value cache that completions can share and "
-            "leave. Generate with a server for this model, or choose a model with attention."
+            f"{type(network.model).__name__} has no key-value cache that completions can share. Use a server for it."
         )
     index = torch.tensor([row_of[prompt] for prompt in prompts], device=ids.device)
     cache.reorder(index)

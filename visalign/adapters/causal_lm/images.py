@@ -65,10 +65,8 @@ class ImageProcessor:
         try:
             cut = self._processor(images=[pixels], return_tensors="pt", input_data_format="channels_first")
         except ValueError as error:
-            raise UserError(
-                f"The image processor refuses {where} of {pixels.shape[1]} × {pixels.shape[2]} pixels: "
-                f"{error}. Crop or resize it."
-            ) from error
+            size = f"{pixels.shape[1]} × {pixels.shape[2]} pixels"
+            raise UserError(f"The image processor refuses {where} of {size}: {error}. Crop or resize it.") from error
         frames, rows, columns = (int(n) for n in cut["image_grid_thw"][0])
         return PatchedImage(
             digest=digest,
@@ -108,10 +106,7 @@ class ImagePrompts:
         """
         lists = [()] * len(prompts) if images is None else images
         if isinstance(images, str) or len(lists) != len(prompts):
-            raise UserError(
-                f"images has {len(lists)} entries for {len(prompts)} prompts; give one list of images per "
-                "prompt, [] where it has none."
-            )
+            raise UserError(f"images has {len(lists)} lists for {len(prompts)} prompts; give one per prompt, or [].")
         image_lists = [_assign(*pair, index) for index, pair in enumerate(zip(prompts, lists, strict=True))]
         ids = self._prompts.encode(prompts)
         for index, (tokens, images_of_prompt) in enumerate(zip(ids, image_lists, strict=True)):
@@ -135,8 +130,8 @@ class ImagePrompts:
             expected, marks = sum(image.tokens for image in row), list(tokens).count(self._image_token)
             if expected != marks:  # features would go to other tokens
                 raise UserError(
-                    f"The prompt of sample {sample} has {marks} image tokens, and its images take {expected}."
-                    " Score a rollout with its own images and processor."
+                    f"The prompt of sample {sample} has {marks} image tokens, and its images take {expected}. "
+                    "Score a rollout with its own images and processor."
                 )
         return patched
 
@@ -145,14 +140,13 @@ class ImagePrompts:
         if marks != images:
             token = self._prompts.tokenizer.convert_ids_to_tokens(self._image_token)
             raise UserError(
-                f"Prompt {index} marks {marks} images by {token}, and {images} are given. In a "
-                f'conversation each is a part {{"type": "image"}}, for which the chat template must write '
-                f"{token}; no text may hold that token."
+                f"Prompt {index} marks {marks} images by {token}, and {images} are given. The chat template must "
+                f'write {token} for each part {{"type": "image"}}, and no text may hold it.'
             )
         if any(first == second == self._image_token for first, second in pairwise(ids)):
             raise UserError(
-                f"Prompt {index} shows two images with nothing between them, so that the model could not "
-                "tell where the second begins. Its own chat template writes marks around each."
+                f"Prompt {index} shows two images with nothing between them, so that the model could not tell where "
+                "the second begins. Use the model's own chat template."
             )
 
     def _read(self, images: Sequence[Any], where: str) -> list[PatchedImage]:
@@ -168,8 +162,8 @@ def _assign(prompt: Prompt, images: Sequence[Any], index: int) -> list[Any]:
     open_parts = sum(part.get("image") is None for part in parts)
     if open_parts != len(images):
         raise UserError(
-            f"Prompt {index} has {open_parts} image parts without an image, and images[{index}] holds "
-            f'{len(images)}. Give one part {{"type": "image"}} per image, and the images in their order.'
+            f"Prompt {index} has {open_parts} image parts without an image, and images[{index}] holds {len(images)}. "
+            "Give one image per part, in their order."
         )
     left = iter(images)
     return [next(left) if part.get("image") is None else part["image"] for part in parts]
@@ -179,11 +173,11 @@ class QwenSight:
     """The vision part of a model, and where its images stand among the tokens."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        kind = getattr(model.config, "model_type", "")
+        kind = model.config.model_type
         if kind not in VISION_LANGUAGE:
             raise UserError(
-                f"A processor was given for a {type(model).__name__} (model type {kind!r}). Images are read "
-                f"by {', '.join(VISION_LANGUAGE)}; for text only give the tokenizer."
+                f"A processor was given for a {kind}. Images are read by {', '.join(VISION_LANGUAGE)}; for text only "
+                "give the tokenizer."
             )
         self._trunk: Any = model.base_model
         self.language: nn.Module = self._trunk.language_model

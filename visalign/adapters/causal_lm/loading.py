@@ -38,22 +38,22 @@ def load_causal_lm(
     name, folder = str(folder_or_id), local_folder(folder_or_id, CONTENT)
     if folder is not None and not (folder / "config.json").is_file():
         raise FileNotFoundError(
-            f"{folder} holds no config.json, so it is no transformers model. Give the folder that "
-            "model.save_pretrained wrote; for a LoRA alone give its base model here, and the LoRA as model.lora_path."
+            f"{folder} holds no config.json. Give the folder that model.save_pretrained wrote; of a LoRA its base "
+            "model, and the LoRA as model.lora_path."
         )
     config: Any = from_pretrained(AutoConfig, name)
     if config.model_type in VISION_LANGUAGE:
         processor = from_pretrained(AutoProcessor, name)
         if not isinstance(processor, ProcessorMixin):  # without its files transformers gives the tokenizer
             raise UserError(
-                f"{name} is a {config.model_type} without its processor (preprocessor_config.json). Save it "
-                "there: AutoProcessor.from_pretrained(original).save_pretrained(folder)."
+                f"{name} is a {config.model_type} without its processor (preprocessor_config.json). Save it there: "
+                "AutoProcessor.from_pretrained(original).save_pretrained(folder)."
             )
         return load_whole(AutoModelForImageTextToText, name, dtype), processor
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(
-            f"{name} is a {config.model_type}, which is no causal language model. Choose a model that "
-            f"AutoModelForCausalLM loads, or one that reads images: {', '.join(VISION_LANGUAGE)}."
+            f"{name} is a {config.model_type}, and no causal language model. Choose a model that AutoModelForCausalLM "
+            f"loads, or one that reads images: {', '.join(VISION_LANGUAGE)}."
         )
     return load_whole(AutoModelForCausalLM, name, dtype), from_pretrained(AutoTokenizer, name)
 
@@ -61,11 +61,10 @@ def load_causal_lm(
 def load_whole(kind: Any, name: str, dtype: torch.dtype) -> Any:
     """Load a model all of whose weights are in its files; transformers would draw others at random."""
     model, info = from_pretrained(kind, name, dtype=dtype, output_loading_info=True)
-    absent = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
-    if absent:
+    if absent := sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}):
         raise UserError(
-            f"The files of {name} lack weights of its config.json, or have them in another shape: "
-            f"{listed(absent)}. They would be random; copy all files of one model."
+            f"The files of {name} lack weights of its config.json, or have them in another shape: {listed(absent)}. "
+            "Copy all files of one model."
         )
     return model
 
@@ -94,9 +93,8 @@ def end_tokens(model: PreTrainedModel, prompts: PromptEncoder, stopping: Stoppin
     ids = {*configured, end_of_text, prompts.turn_end(configured)} - {None}
     if not ids:
         raise UserError(
-            "Neither the tokenizer nor the model's generation config has an end-of-sequence token, so no "
-            "completion would end by itself. Set tokenizer.eos_token, or pass StoppingCriteria(eos_ids=(…)); "
-            "StoppingCriteria(eos_ids=()) says that completions end by stop strings and length alone."
+            "Neither the tokenizer nor the generation config has an end-of-sequence token. Set it, or pass "
+            "StoppingCriteria(eos_ids=(…)); with () completions end by stop strings and length alone."
         )
     return tuple(sorted(ids))
 
@@ -117,13 +115,12 @@ def check_causal_lm(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
     """Refuse a model without a language head, and a tokenizer with more tokens than the model."""
     if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is None:
         raise UserError(
-            f"The text policy got a {type(model).__name__}; it needs a transformers model with a language "
-            "head. Load it with AutoModelForCausalLM.from_pretrained."
+            f"The text policy got a {type(model).__name__}; it needs a transformers model with a language head. Load "
+            "it with AutoModelForCausalLM.from_pretrained."
         )
     embedding: Any = model.get_input_embeddings()
-    size = embedding.weight.shape[0]
-    if len(tokenizer) > size:
+    if len(tokenizer) > (size := embedding.weight.shape[0]):
         raise UserError(
-            f"The tokenizer has {len(tokenizer)} tokens and the model {size}: ids from {size} on have no embedding. "
-            "Use the tokenizer that belongs to the model, or call model.resize_token_embeddings(len(tokenizer)) first."
+            f"The tokenizer has {len(tokenizer)} tokens and the model {size}. Use the tokenizer that belongs to the "
+            "model, or call model.resize_token_embeddings(len(tokenizer)) first."
         )

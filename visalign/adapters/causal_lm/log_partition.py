@@ -51,10 +51,7 @@ class PromptLogPartition:
     def features(self, rollout: TextRollout) -> Tensor:
         """Return the mean hidden state [B, H] float32 of each sample's prompt; raises for prompts with images."""
         if rollout.images is not None:
-            raise UserError(
-                "log Z reads the prompt's text only, and this rollout has images in its prompts. Use another "
-                "algorithm than FlowRL for them."
-            )
+            raise UserError("log Z reads text only, and this rollout has images. Use another algorithm than FlowRL.")
         if not len(rollout):
             return torch.zeros(0, self._policy.hidden_size)
         rows = torch.cat([rollout.prompt_mask.long(), rollout.prompt_ids], 1)
@@ -65,9 +62,8 @@ class PromptLogPartition:
         parts = []
         for part_ids, part_mask in zip(ids.split(64), mask.split(64), strict=True):
             positions = (part_mask.cumsum(1) - 1).clamp(min=0)
-            hidden = trunk(
-                input_ids=part_ids, attention_mask=part_mask, position_ids=positions, use_cache=False
-            ).last_hidden_state
+            inputs = {"input_ids": part_ids, "attention_mask": part_mask, "position_ids": positions}
+            hidden = trunk(**inputs, use_cache=False).last_hidden_state
             share = part_mask.float() / part_mask.sum(1, keepdim=True).clamp(min=1)
             parts.append((hidden.float() * share[:, :, None]).sum(1))
         return torch.cat(parts)[inverse.to(self._policy.device)]

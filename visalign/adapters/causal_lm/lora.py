@@ -46,9 +46,7 @@ def settings_of(folder: str | Path, seed: int = 0) -> LoraSettings:
 def _weight_file(folder: str | Path) -> Path:
     path = Path(folder) / WEIGHT_FILE
     if not path.is_file() and not (path := Path(folder) / "lora" / WEIGHT_FILE).is_file():
-        raise FileNotFoundError(
-            f"{folder} holds no {WEIGHT_FILE}. Give a run folder, or a folder that peft or policy.save() wrote."
-        )
+        raise FileNotFoundError(f"{folder} holds no {WEIGHT_FILE}. Give a run folder, or one that peft wrote.")
     return path
 
 
@@ -74,9 +72,8 @@ def _targets(model: PreTrainedModel, suffixes: tuple[str, ...], language: nn.Mod
     if unknown := [t for t, names in matches.items() if not names]:
         ends = sorted({name.rsplit(".", 1)[-1] for name in linear})
         raise UserError(
-            f"The LoRA targets {unknown} name no linear layer of {type(model).__name__} (or of its language "
-            f'part, where it reads images). Allowed are "{ALL_LINEAR}" or ends of layer names: '
-            f"{', '.join(ends) or 'none, since it has no torch.nn.Linear layers'}."
+            f"The LoRA targets {unknown} name no linear layer of {type(model).__name__}'s language part. Allowed: "
+            f'"{ALL_LINEAR}" or ends of layer names: {", ".join(ends) or "none"}.'
         )
     # ends of names would also fit layers of the vision part
     return list(suffixes) if language is None else [name for names in matches.values() for name in names]

@@ -98,8 +98,8 @@ class CausalNetwork:
         self.head = self._linear_head()
         if sight is not None and self.head is None:
             raise UserError(
-                f"The language part of this {type(model).__name__} and its output head do not give the "
-                "model's own logits, so it cannot be used with images. Give only the tokenizer, for text."
+                f"The language part and head of this {type(model).__name__} do not give the model's own logits, so it "
+                "reads no images. Give only the tokenizer, for text."
             )
 
     @property

@@ -103,8 +103,8 @@ class CausalLMPolicy:
         self._network = CausalNetwork(model, autocast=autocast, sight=sight)
         if value_head is not None and self._network.head is None:
             raise UserError(
-                f"The output head of {type(model).__name__} is no linear layer, so its hidden states cannot "
-                "be shared with a value head. Use a separate ValueModel."
+                f"The output head of {type(model).__name__} is not linear, so no value head can share its hidden "
+                "states. Use a ValueModel."
             )
         self.value_head = None if value_head is None else value_head.to(model.device)
         if lora_path is not None:
@@ -133,9 +133,8 @@ class CausalLMPolicy:
     @property
     def module(self) -> nn.Module:
         """The network that is trained, with the value head where there is one."""
-        if self.value_head is None:
-            return self.model
-        return nn.ModuleDict({"model": self.model, "value_head": self.value_head})
+        head = self.value_head
+        return self.model if head is None else nn.ModuleDict({"model": self.model, "value_head": head})
 
     @property
     def device(self) -> torch.device:
@@ -161,8 +160,8 @@ class CausalLMPolicy:
             return self._image_prompts.encode(prompts, images)
         if images is not None or any(image_parts(prompt) for prompt in prompts):
             raise UserError(
-                f"{type(self.model).__name__} is used as a text policy and reads no images. Leave images "
-                "out, or build it with the processor of a vision-language model in place of the tokenizer."
+                f"{type(self.model).__name__} is used as a text policy and reads no images. Leave images out, or "
+                "build it with a vision-language model's processor."
             )
         return EncodedPrompts(self.prompts.encode(prompts))
 

@@ -22,8 +22,7 @@ from .network import CausalNetwork
 from .routing import ExpertRouting
 
 LOGIT_NUMBERS = 1 << 24
-"""Logits in memory at a time where top-k, top-p or a statistic need them: 64 MB of float32, recomputed in the
-backward."""
+"""Logits in memory at a time (64 MB of float32) where top-k, top-p or a statistic need them."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +71,7 @@ def _encode_images(
     if rollout.images is None or not any(len(rollout.images[sample]) for sample in samples):
         return None
     if encoder is None:  # image tokens would be read as text
-        raise UserError(
-            "The rollout has images, and this policy reads only text. Build it with the model's processor."
-        )
+        raise UserError("The rollout has images, and this policy reads text. Build it with the model's processor.")
     ids = [rollout.prompt_ids[sample, rollout.prompt_mask[sample] != 0].tolist() for sample in samples]
     return encoder.encoded_images([rollout.images[sample] for sample in samples], ids, samples)
 
@@ -85,9 +82,8 @@ def scored_sampling(rollout: TextRollout, distribution: str) -> Sampling:
         return Sampling(temperature=rollout.sampling.scale)
     if rollout.sampling.truncates and rollout.kept is None:
         raise UserError(
-            f"The rollout was sampled with {rollout.sampling} and does not hold the token sets that could be "
-            'drawn (`kept`), so its ratio is unknown. Use distribution="full" with full_log_prob, or sample '
-            "without top_k and top_p."
+            f"The rollout was sampled with {rollout.sampling} and holds no token sets (`kept`), so its ratio is "
+            'unknown. Use distribution="full" with full_log_prob, or sample without top_k and top_p.'
         )
     return rollout.sampling
 

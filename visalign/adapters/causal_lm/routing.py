@@ -27,8 +27,8 @@ class ExpertRouting:
         layers = [m for m in model.modules() if isinstance(getattr(m, "experts", None), nn.Module)]
         if not layers:
             raise UserError(
-                f"rollout.routing_replay sends tokens to the experts that they went to, and "
-                f"{type(model).__name__} has no layers with a module `experts`. Leave it out."
+                f"rollout.routing_replay needs layers with a module `experts`, and {type(model).__name__} has none. "
+                "Leave it out."
             )
         self._replayed: list[Tensor] | None = None
         self._recording: dict[int, Tensor] | None = None

@@ -56,8 +56,8 @@ class ValueHead(nn.Module):
         state = read_tensors(Path(folder) / FILE)
         if (saved := state["linear.weight"].shape) != (expected := self.linear.weight.shape):
             raise UserError(
-                f"The value head in {folder} has {saved[0]} critics and hidden size {saved[1]}, this one "
-                f"{expected[0]} and {expected[1]}. Load it with the model it was trained on."
+                f"The value head in {folder} has (critics, hidden size) {tuple(saved)}, this one {tuple(expected)}. "
+                "Load it with the model it was trained on."
             )
         self.load_state_dict(state)
 
@@ -84,10 +84,7 @@ class ValueModel(nn.Module):
     def values(self, rollout: TextRollout, rows: Tensor | slice | None = None) -> Tensor:
         """Compute V [b, T] (or [b, T, C]) float32 before each token, differentiable; 0 where the loss mask is 0."""
         if rollout.images is not None:
-            raise UserError(
-                "A separate ValueModel reads only text, and this rollout has images. Give the policy a "
-                "ValueHead, which reads its hidden states."
-            )
+            raise UserError("A ValueModel reads only text, and this rollout has images. Give the policy a ValueHead.")
         chosen = torch.arange(len(rollout))[slice(None) if rows is None else rows]
         device, live = self.trunk.device, (rollout.loss_mask[chosen] != 0).any(1).nonzero()[:, 0]
         critics = self.head.linear.out_features

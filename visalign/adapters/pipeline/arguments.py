@@ -30,8 +30,7 @@ def known_family(kind: Any, what: str) -> Family:
     supported = ", ".join(f"{pipeline} ({name})" for pipeline, name in PIPELINES.items())
     problem = REFUSED.get(kind, f"is of no family that is known: {supported}")
     raise UserError(
-        f"{what} is a {kind}, which {problem}. Add a row to visalign/adapters/pipeline/families.py, or give "
-        f"{CUSTOM_ADAPTER}."
+        f"{what} is a {kind}, which {problem}. Add a row to adapters/pipeline/families.py, or give {CUSTOM_ADAPTER}."
     )
 
 
@@ -83,9 +82,8 @@ def call_arguments(
     allowed_names = [n for n in taken if n not in reserved and "prompt" not in n and not n.startswith("callback")]
     if refused := [name for name in more or () if name not in allowed_names]:
         raise UserError(
-            f"call names {', '.join(refused)}, which {type(pipe).__name__} does not take, the policy sets "
-            "itself, or must be off in training. Use guidance, negative_prompt, image_size, num_frames and "
-            f"the settings of the rollout; the call takes {', '.join(taken)}."
+            f"call names {', '.join(refused)}, which {type(pipe).__name__} does not take, the policy sets itself, or "
+            f"must be off in training; the call takes {', '.join(taken)}."
         )
     return {**size, **(more or {}), **family.fixed}
 
@@ -131,16 +129,13 @@ def checked_source(pipe: Any, family: Family, source: Any, sized: bool) -> Sourc
     """Return the images to edit, or None; without `sized` a source would decide the size of the result."""
     if source is None and family.source == "needed":
         raise UserError(
-            f"{type(pipe).__name__} edits an image, and a record has no 'source'. Give each record one: a "
-            ".jsonl file of prompts with {prompt, source}, source being an image file."
+            f"{type(pipe).__name__} edits an image, and a record has no 'source'. Give each record one: a .jsonl file "
+            "of {prompt, source}, source being an image file."
         )
     if source is None or family.source == "none":
         return None
     if not sized:
-        raise UserError(
-            "An image is to be edited and image_size is not set: each would have its source's size, and "
-            "a batch has one. Set model.image_size."
-        )
+        raise UserError("An image is to be edited and a batch has one image_size. Set model.image_size.")
     images = list(source) if isinstance(source, list | tuple) else [source]
     if not images or (len(images) > 1 and not family.several):
         several = ", ".join(kind for other in FAMILIES.values() if other.several for kind in other.pipelines)

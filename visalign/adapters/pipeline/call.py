@@ -29,8 +29,7 @@ from .quantization import dtype_of
 from .schedulers import handing_scheduler
 
 EXCHANGED = ("scheduler", "guider", "ocr_guider")
-"""Parts that are exchanged while a pipeline is driven. Of guiders only plain guidance is left: others begin
-at a step's index, which one call has not."""
+"""Parts that are exchanged while a pipeline is driven; of guiders only plain guidance is left."""
 LOOKED_UP = ("dtype", "device", "_execution_device")
 """Properties of a pipeline and of its networks whose values are cached."""
 

@@ -68,8 +68,8 @@ def check_condition(kind: type[T], x: Tensor, sigma: Tensor, condition: Any) -> 
         raise TypeError(f"velocity got a {type(condition).__name__}; give what encode() or select() returned.")
     if sigma.shape != (len(x),) or len(condition) != len(x):
         raise ValueError(
-            f"velocity got {len(x)} latents, sigma {tuple(sigma.shape)} and {len(condition)} conditions; "
-            "the three must agree. Use sigma.expand(B) and condition.select(index)."
+            f"velocity got {len(x)} latents, sigma {tuple(sigma.shape)} and {len(condition)} conditions; they must "
+            "agree."
         )
     return condition
 

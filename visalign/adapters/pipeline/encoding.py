@@ -111,8 +111,8 @@ class ImageEncoder:
     def _refuse(self, why: str) -> None:
         kind = type(self.policy.pipe).__name__
         raise UserError(
-            f"{kind}: images cannot be made latents of it, for {why}. Learn from its own samples (leave data.pairs "
-            "out), or give an adapter that has encode_images (model.adapter=path/to/file.py:Class)."
+            f"{kind}: images cannot be made latents of it, for {why}. Leave data.pairs out, or give an adapter that "
+            "has encode_images (model.adapter=path/to/file.py:Class)."
         )
 
 

@@ -12,8 +12,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal
 
 Guidance = Literal["concatenated", "two calls", "embedded", "none"]
-"""How a pipeline guides: both halves in one batch, one call of the network for each, the scale as an input of
-the network, or not at all."""
+"""Guidance: both halves in one batch, a call of the network for each, the scale as an input, or none."""
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 JOINT = (*ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
@@ -27,8 +26,7 @@ class Family:
 
     pipelines: tuple[str, ...]  # Class names in diffusers
     encodes: str
-    """What `encode_prompt` returns, in order, by the names under which the pipeline's call takes it back;
-    "-" for what it makes anew."""
+    """What `encode_prompt` returns, in order, by the names of the call's arguments; "-" for what it makes anew."""
     guidance: Guidance
     _: KW_ONLY
     scale: str = "guidance_scale"  # The call's argument that holds the guidance scale

@@ -53,8 +53,8 @@ def load_pipeline(
             options |= source.parts(described, dtypes, **quantized)
     if missing := sorted(lost - options.keys()):
         raise FileNotFoundError(
-            f"{folder} lacks {', '.join(missing)}. Copy the missing folders, save the pipeline again, or list a part "
-            "that may be absent, such as T5, as [null, null]."
+            f"{folder} lacks {', '.join(missing)}. Copy them, or list a part that may be absent, such as T5, as "
+            "[null, null]."
         )
     with explain_damage(source.folder, kind):
         pipe = loader.from_pretrained(str(source.folder), dtype=dtypes, **options)  # fails on missing weights

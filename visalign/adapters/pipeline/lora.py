@@ -32,10 +32,7 @@ LoraPaths = str | Path | Sequence[str | Path]  # LoRAs to start from, each PATH 
 
 
 def make_trainable(pipe: Any, family: Family, lora: LoraSettings | None, *, checkpointing: bool) -> list[Any]:
-    """Freeze a pipeline except what is trained, in place, and return the layers that carry adapters.
-
-    Without `lora` the networks are trained whole, in float32, except what the velocity does not depend on.
-    """
+    """Freeze a pipeline except its LoRA, or without `lora` train its networks in float32; return adapted layers."""
     layers: list[Any] = []
     for name, part in pipe.components.items():
         if not isinstance(part, nn.Module):
@@ -71,8 +68,8 @@ def add_lora(network: Any, settings: LoraSettings, usual: Sequence[str], unused:
     if unknown:
         inner = sorted({".".join(name.split(".")[2:]) for name in linear if re.match(r"\w+\.\d+\.", name)})
         raise UserError(
-            f"The LoRA targets {unknown} name no linear layer of this {type(network).__name__}. Allowed are "
-            f"ends of layer names, in its blocks: {', '.join(inner)}."
+            f"The LoRA targets {unknown} name no linear layer of this {type(network).__name__}. Allowed are ends of "
+            f"layer names, in its blocks: {', '.join(inner)}."
         )
     targets = sorted({name for target in requested or usual for name in ends(target)})
     if requested is None:

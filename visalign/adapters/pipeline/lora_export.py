@@ -90,7 +90,7 @@ def export_lora(folder: Path, file: Path, family: str | None) -> int:
         unknown = "of a model that its keys do not name. Name it with --model. ComfyUI's keys"
         raise UserError(
             f"The LoRA in {folder} is {f'of {family}, and keys of ComfyUI' if family else unknown} are written for "
-            f"{families}. The code in the run's report.html loads {WEIGHT_FILE} into diffusers."
+            f"{families}. Diffusers loads {WEIGHT_FILE}."
         )
     save_file({name: weight.contiguous() for name, weight in converted.items()}, file, {"format": "pt"})
     umask_permissions(Path(file))

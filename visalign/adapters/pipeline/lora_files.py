@@ -102,16 +102,15 @@ def lora_file(path: Path) -> Path:
         if path.suffix.lower() == ".safetensors":
             return path
         raise UserError(
-            f"{path} ends in {path.suffix or 'nothing'}, and a LoRA is read from .safetensors alone: other files may "
-            "run code when they are opened. Convert it (safetensors.torch.save_file), or get it as .safetensors."
+            f"{path} is no .safetensors file; others may run code when opened. Convert it (safetensors.torch)."
         )
     names_hub = len(path.parts) == 3 or (len(path.parts) == 2 and path.suffix != ".safetensors")
     if names_hub and path.parts[0][0] not in "./~" and not Path(path.parts[0]).is_dir():
         return _from_hub("/".join(path.parts[:2]), *path.parts[2:])
     if not path.is_dir():
         raise FileNotFoundError(
-            f"There is no LoRA {path}. Give a run folder, its folder lora, or a .safetensors file; with a weight as "
-            "PATH:0.8."
+            f"There is no LoRA {path}. Give a run folder, its folder lora, or a .safetensors file, perhaps with "
+            ":WEIGHT."
         )
     folder = path / "lora" if (path / "lora").is_dir() else path
     files = sorted(folder.glob("*.safetensors"))
@@ -121,8 +120,8 @@ def lora_file(path: Path) -> Path:
     if files:
         raise UserError(f"{folder} holds {', '.join(file.name for file in files[:5])}. Name the file of the LoRA.")
     raise FileNotFoundError(
-        f"{folder} holds no {WEIGHT_FILE} or other .safetensors file. Give the folder of a LoRA; a run writes its own "
-        "when it ends, and where it trained the whole model, its folder model instead (model.path)."
+        f"{folder} holds no {WEIGHT_FILE} or other .safetensors file. A run writes it when it ends, or the whole "
+        "model to its folder model (model.path)."
     )
 
 
@@ -150,20 +149,16 @@ def read_lora(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     config = file.with_name("adapter_config.json")
     if file.name == PEFT_FILE and config.is_file():
         metadata |= read_object(config)
-    _check_kind(file, state)
-    return state, metadata
-
-
-def _check_kind(file: Path, state: Mapping[str, Tensor]) -> None:
     for kind, pattern in OTHER_KINDS.items():
         if example := next((name for name in state if re.search(pattern, name)), None):
             raise UserError(
-                f"{file} is a {kind} (keys such as {example}), and LoRA is what is read. Merge it into the model with "
-                "the program that made it and give that as the model, or take a LoRA."
+                f"{file} is a {kind} (keys such as {example}), and LoRA is what is read. Merge it into its model, and "
+                "give that."
             )
     if not any("lora" in name for name in state):
         names = ", ".join(list(state)[:3]) or "none"
         raise UserError(f"{file} is no LoRA: no key has 'lora' in its name (keys: {names}). Give the file of a LoRA.")
+    return state, metadata
 
 
 def base_of(state: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> str:
@@ -179,10 +174,7 @@ def base_of(state: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> str:
 
 
 def read_adapters(pipe: Any, networks: Sequence[str], path: Path) -> Adapters:
-    """Read the LoRA of a pipeline; `networks` are the parts that denoise.
-
-    Names of the pipeline's own layers are read as they are, others by diffusers' loader of the pipeline.
-    """
+    """Read the LoRA of a pipeline into its denoising `networks`; keys of other layouts by diffusers' loader."""
     state, metadata = read_lora(path)
     file, parts = lora_file(path), _modules(pipe)
     for part in networks[1:]:  # Wan 2.2: the second network's are a file of their own, under the first one's name

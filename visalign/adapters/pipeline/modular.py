@@ -48,9 +48,9 @@ def load_modular(
     free = {name for block in all_blocks[:text] for name in _needs(block)} - needed
     refused = [without] if isinstance(without, str) else [name for name in without if name not in free]
     if refused:
+        names, can = ", ".join(refused), ", ".join(sorted(free)) or "nothing"
         raise UserError(
-            f"without names {', '.join(refused)}; give a list of what this {type(pipe).__name__} can do "
-            f"without: {', '.join(sorted(free)) or 'nothing'}."
+            f"without names {names}; give a list of what this {type(pipe).__name__} can do without: {can}."
         )
     required = {name for block in _row(pipe, without) for name in _needs(block)}
     rounded = {} if quantization_config is None else quantization_config.quant_mapping
@@ -70,8 +70,7 @@ def load_modular(
 
 
 def as_one_call(pipe: Any, family: Family) -> None:
-    """Give a modular pipeline `encode_prompt`, `prepare_latents` and a call with gradient, in place; a
-    classic family is left as it is.
+    """Give a modular pipeline `encode_prompt`, `prepare_latents` and a call with gradient, in place.
 
     Blocks before the text encoder (FLUX.3's upsampler of prompts) whose parts were not loaded are left out.
     """
@@ -83,8 +82,8 @@ def as_one_call(pipe: Any, family: Family) -> None:
         problem = "is driven by its blocks. Load its folder as a diffusers.ModularPipeline"
     elif guider is not None and type(guider) is not ClassifierFreeGuidance:
         problem = (
-            f"has a {type(guider).__name__} as guider, which may go by the step's index; one velocity has "
-            "none. Set another: pipe.update_components(guider=ClassifierFreeGuidance())"
+            f"has a {type(guider).__name__} as guider, which may go by the step's index. Set another: "
+            "pipe.update_components(guider=ClassifierFreeGuidance())"
         )
     else:
         absent = [name for name, part in pipe.components.items() if part is None]

@@ -193,10 +193,7 @@ class PipelinePolicy(DiffusersPolicy):
         return float(self._call.fixed.get("frame_rate", self.family.frame_rate))
 
     def velocity(self, x: Tensor, sigma: Tensor, condition: Condition, time: Tensor | None = None) -> Tensor:
-        """Guided velocity dx/dσ [B, ...] float32; with gradient, only the conditional half carries it.
-
-        `time` [B] is as `times` gives it; None computes it.
-        """
+        """Guided velocity dx/dσ [B, ...] float32, gradient in the conditional half; `time` [B] as `times` gives it."""
         rows = check_condition(PipelineCondition, x, sigma, condition).rows()
         time = self.times(sigma) if time is None else time
         network_input = x

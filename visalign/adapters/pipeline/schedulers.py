@@ -130,7 +130,7 @@ def handing_scheduler(scheduler: Any) -> Handing:
         return kind.from_config({**options, "set_alpha_to_one": True})
     raise UserError(
         f"The pipeline samples with {type(scheduler).__name__}, neither a flow nor a noise schedule with "
-        "alphas_cumprod. Set pipe.scheduler to a FlowMatchEulerDiscreteScheduler or a DDIMScheduler."
+        "alphas_cumprod. Set pipe.scheduler to a FlowMatchEulerDiscreteScheduler or DDIMScheduler."
     )
 
 

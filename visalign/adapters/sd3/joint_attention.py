@@ -86,8 +86,8 @@ def use_weighted_attention(transformer: Any) -> None:
     foreign = names - {"JointAttnProcessor2_0", WeightedJointAttention.__name__}
     if foreign:
         raise ValueError(
-            f"The transformer uses the attention processors {sorted(foreign)}; only JointAttnProcessor2_0 can be "
-            "replaced without changing the model. Undo them first (unfuse_qkv_projections, unload_ip_adapter)."
+            f"The transformer uses the attention processors {sorted(foreign)}; only JointAttnProcessor2_0 is "
+            "replaced. Undo them first (unfuse_qkv_projections, unload_ip_adapter)."
         )
     processor: Any = WeightedJointAttention()  # diffusers annotates a closed union
     transformer.set_attn_processor(processor)

@@ -74,8 +74,7 @@ class SD3Policy(DiffusersPolicy):
         if not isinstance(pipe, StableDiffusion3Pipeline) or missing:
             raise UserError(
                 f"The SD3 adapter got a {type(pipe).__name__}{' without ' if missing else ''}{', '.join(missing)}; it "
-                f"needs a diffusers StableDiffusion3Pipeline, of which only T5 ({', '.join(T5_PARTS)}) may be None. "
-                "Load it with StableDiffusion3Pipeline.from_pretrained."
+                f"needs a StableDiffusion3Pipeline, of which only T5 ({', '.join(T5_PARTS)}) may be None."
             )
         if not math.isfinite(guidance) or guidance < 1:
             raise UserError(f"guidance is {guidance}; it must be at least 1, and 1 switches guidance off.")
@@ -134,8 +133,8 @@ class SD3Policy(DiffusersPolicy):
         class_name = index.get("_class_name")
         if class_name != StableDiffusion3Pipeline.__name__:  # a sibling would load with parts of other meaning
             raise UserError(
-                f"{folder_or_id} is a {class_name}; the SD3 adapter loads a {StableDiffusion3Pipeline.__name__} "
-                "(SD3, SD3.5). Choose such a model, or name the adapter that loads it (model.adapter)."
+                f"{folder_or_id} is a {class_name}; the SD3 adapter loads a {StableDiffusion3Pipeline.__name__}. Name "
+                "another adapter (model.adapter)."
             )
         listed = {part for part in (*REQUIRED_PARTS, *T5_PARTS) if (index.get(part) or [None])[0] is not None}
         t5 = T5_PARTS if use_t5 and listed & {*T5_PARTS} else ()
@@ -203,8 +202,8 @@ class SD3Policy(DiffusersPolicy):
         scheduler = self.pipe.scheduler
         if not isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
             raise UserError(
-                f"The pipeline samples with {type(scheduler).__name__}, which is no plain flow. Set "
-                "pipe.scheduler = FlowMatchEulerDiscreteScheduler.from_config(pipe.scheduler.config)."
+                f"The pipeline samples with {type(scheduler).__name__}, which is no plain flow. Set pipe.scheduler = "
+                "FlowMatchEulerDiscreteScheduler.from_config(pipe.scheduler.config)."
             )
         config: Any = scheduler.config
         dynamic: dict[str, Any] = {}
@@ -250,7 +249,6 @@ def _latent_shape(pipe: StableDiffusion3Pipeline, image_size: int | tuple[int, i
     unit, largest = scale * config.patch_size, config.pos_embed_max_size * config.patch_size * scale
     if any(side < unit or side % unit or side > largest for side in (height, width)):
         raise UserError(
-            f"image_size is {image_size}; this model makes multiples of {unit} up to {largest} pixels, "
-            "as one number or a pair (height, width)."
+            f"image_size is {image_size}; this model makes multiples of {unit} up to {largest}, or such a pair."
         )
     return config.in_channels, height // scale, width // scale

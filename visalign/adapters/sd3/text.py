@@ -37,9 +37,7 @@ class SD3Condition:
 
 
 class SD3TextEncoders:
-    """The two CLIP encoders and T5, if there, behind the pipeline's own `encode_prompt`; frozen. Of a run of
-    null tokens one weighted token is kept.
-    """
+    """CLIP and T5 encoders behind the pipeline's `encode_prompt`; of a run of null tokens one, weighted, is kept."""
 
     def __init__(self, pipe: StableDiffusion3Pipeline, *, max_sequence_length: int) -> None:
         self._pipe, self._max_sequence_length = pipe, max_sequence_length

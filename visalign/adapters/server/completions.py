@@ -98,9 +98,9 @@ def _parse_choice(answer: Mapping[str, Any], request: CompletionRequest) -> _Cho
     except ValidationError as error:
         first = error.errors()[0]
         raise request.error(
-            f"the answer's {'.'.join(map(str, first['loc']))} is {first['input']!r:.100}. {first['msg']}. "
-            "Use vLLM from 0.10.2 on, started with --max-logprobs of at least 1 and, for any temperature but 1, "
-            "top_k or top_p, with --logprobs-mode processed_logprobs."
+            f"the answer's {'.'.join(map(str, first['loc']))} is {first['input']!r:.100}. {first['msg']}. Use vLLM "
+            "from 0.10.2 on, with --max-logprobs of at least 1 and, for temperatures but 1, top_k or top_p, "
+            "--logprobs-mode processed_logprobs."
         ) from error
 
 
@@ -148,8 +148,8 @@ def _read_set(
         tokens = {int(name.removeprefix(_PREFIX)): p for name, p in listed.items() if p > IMPOSSIBLE}
     except ValueError as error:
         raise request.error(
-            f'top_logprobs of token {position} must name tokens by id, "{_PREFIX}5" (vLLM\'s '
-            f"return_tokens_as_token_ids): {error}."
+            f'top_logprobs of token {position} must name tokens by id, "{_PREFIX}5" (return_tokens_as_token_ids): '
+            f"{error}."
         ) from error
     best, top_k = sorted(tokens.values(), reverse=True), request.sampling.top_k
     total = sum(map(math.exp, best))

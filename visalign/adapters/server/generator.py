@@ -165,10 +165,7 @@ class ServerGenerator:
         }
 
     def _post(self, requests: Sequence[CompletionRequest]) -> list[Mapping[str, Any]]:
-        """Post all requests; a server that restarted meanwhile gets the weights and all requests again.
-
-        A restarted server answers 404 for its adapter; with a whole model only the outage shows.
-        """
+        """Post all requests; again, with the weights, if the server restarted (404 for its adapter, or an outage)."""
 
         def post() -> list[Mapping[str, Any]]:
             if requests and needs_processed(requests[0].sampling) and not self._probed:

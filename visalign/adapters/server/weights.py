@@ -25,8 +25,8 @@ def adapter_name(folder: Path) -> str:
     for file in (folder / "adapter_config.json", folder / "adapter_model.safetensors"):
         if not file.is_file():
             raise UserError(
-                f"{folder} contains no LoRA adapter ({file.name}). Give the folder that policy.save wrote for "
-                "a policy with lora=text_lora(); `reload` sends whole models."
+                f"{folder} contains no LoRA adapter ({file.name}). Give the folder that policy.save wrote for a "
+                "policy with LoRA; `reload` sends whole models."
             )
         with file.open("rb") as stream:
             digest.update(hashlib.file_digest(stream, "sha256").digest())
@@ -64,7 +64,7 @@ def load_adapter(connection: ServerConnection, name: str, server_folder: str) ->
             return
         raise ServerError(
             f"{error} Start vLLM with --enable-lora, a --max-lora-rank of at least the adapter's and "
-            f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment, where it can read {server_folder}.",
+            f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, where it can read {server_folder}.",
             status=error.status,
         ) from error
 
@@ -85,8 +85,8 @@ def reload_weights(connection: ServerConnection) -> None:
         connection.post("/reset_prefix_cache", {})
     except ServerError as error:
         raise ServerError(
-            f"{error} vLLM reloads whole models if it was started with VLLM_SERVER_DEV_MODE=1 in its environment, "
-            "on a network that only you reach, from the folder that the weights are written to.",
+            f"{error} vLLM reloads whole models if started with VLLM_SERVER_DEV_MODE=1, from the folder of the "
+            "weights.",
             status=error.status,
         ) from error
 

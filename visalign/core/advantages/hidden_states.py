@@ -75,10 +75,7 @@ def rank_bonus(advantage: Tensor, rank: Tensor, average: Sequence[float] | None,
 def rank_average(
     rank: Tensor, before: Sequence[float] | None, *, rate: float = 0.3
 ) -> tuple[float, float, float] | None:
-    """Update the moving average of ranks [B, 3]: m̄ ← (1 − rate) m̄ + rate · mean_B m, at first the mean.
-
-    Rows that are not finite are left out; without any the average stays `before`.
-    """
+    """Update the average of ranks [B, 3]: m̄ ← (1 − rate) m̄ + rate · mean_B m over finite rows, at first the mean."""
     finite = rank[torch.isfinite(rank).all(1)].double()
     if not len(finite):
         return None if before is None else (before[0], before[1], before[2])

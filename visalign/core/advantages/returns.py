@@ -22,10 +22,7 @@ BLOCK = 128  # Decisions per matrix product of the backward recursion
 
 
 def discounted_returns(reward: Tensor, weight: Tensor | None = None, *, gamma: float = 1.0) -> Tensor:
-    """Sum the rewards [B, T] from each decision on: G_t = r_t + γ G_{t'}, t' the next present decision.
-
-    Sutton and Barto, Reinforcement Learning (2018), eq. 3.9.
-    """
+    """Sum rewards [B, T] from each decision on: G_t = r_t + γ G_{t'} (Sutton and Barto, 2018, eq. 3.9)."""
     present = _present("reward", reward, weight)
     order, (rewards,), missing = _to_front(present, reward)
     return _back(_discounted_sum(rewards, gamma), order, present, missing, reward.dtype)

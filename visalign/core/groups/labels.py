@@ -13,10 +13,7 @@ Labels = Tensor | Sequence[Hashable]
 
 
 def group_index(group: Labels, size: int, device: torch.device | None = None) -> tuple[Tensor, int]:
-    """Number the groups 0 … K − 1 by their `size` labels, whose order and values carry no meaning.
-
-    Returns (index [B] int64 on the device, number of groups K).
-    """
+    """Number the groups of `size` labels: (index [B] int64 on the device, number of groups K)."""
     shape = tuple(group.shape) if isinstance(group, Tensor) else (len(group),)
     if isinstance(group, str) or shape != (size,):
         kind = type(group).__name__

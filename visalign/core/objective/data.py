@@ -92,8 +92,7 @@ class Trajectories:
     metric: Tensor | None = None
     """[B] a second number of each sample, for advantage="canon": length, entropy, another score."""
     loss_weight: Tensor | None = None
-    """[B, T] ≥ 0: multiplies the policy's loss of each decision and no denominator; None is 1. GRPO-Guard's
-    1/(−dt) of `guard_step_weight`, windows of denoising steps."""
+    """[B, T] ≥ 0 factor of each decision's policy loss, not of a denominator; None is 1. E.g. `guard_step_weight`."""
     ptx_weight: Tensor | None = None
     """[B', T'] weights of the step's pretraining tokens, for PPO-ptx."""
     iteration: int = 0
@@ -157,10 +156,7 @@ class PolicyOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """Everything that is fixed before the first micro-batch: advantages, selections, denominators.
-
-    Nothing here has a gradient. `rows` takes the part of a micro-batch.
-    """
+    """What is fixed before the first micro-batch (advantages, selections, denominators), without gradient."""
 
     weight: Tensor
     """[B, T], 0 also for samples without a reward and for what a selection leaves out."""

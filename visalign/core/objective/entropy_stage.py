@@ -86,10 +86,7 @@ def epo(
 def tea(
     old_log_prob: Tensor, advantage: Tensor, weight: Tensor, *, tau: float = 1.0, cap: float | None = 100.0
 ) -> EntropyTarget:
-    """Reward entropy weighted by `tea_weights` of each token's covariance: −c Σ w H over the step.
-
-    TEA in Light-IF, arXiv 2508.03178.
-    """
+    """Reward entropy weighted by `tea_weights` of each token's covariance, −c Σ w H (Light-IF, arXiv 2508.03178)."""
     statistics = covariance_statistics(old_log_prob, advantage, weight)
     covariance = token_covariance(old_log_prob, advantage, weight, statistics)
     return EntropyTarget(weight=tea_weights(covariance, weight, tau=tau, cap=cap))

@@ -52,10 +52,7 @@ class Explanation:
 
 
 def explain(objective: Objective, trajectories: Trajectories, policy: PolicyOutput) -> Explanation:
-    """Trace the gradient of every decision of a whole step, without a backward pass through the model.
-
-    The policy's values for all samples are used, not their graph.
-    """
+    """Trace the gradient of every decision of a step, by the policy's values for all samples, not their graph."""
     t, prepared = trajectories, objective.prepare(trajectories)
     leaf = policy.log_prob.detach().clone().requires_grad_()
     loss = objective.loss(prepared, replace(policy, log_prob=leaf))

@@ -12,10 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class LossStatistics:
-    """Sums over the present decisions of a micro-batch: 0-dim float64 on its device, without gradient.
-
-    The ratio is that of each decision, whatever the level of the objective. Divide by `decisions` at the end.
-    """
+    """Sums over a micro-batch's present decisions, 0-dim float64; divide by `decisions` at the end."""
 
     decisions: Tensor
     """Number of present decisions."""

@@ -55,15 +55,13 @@ class Objective:
     advantage_options: Mapping[str, Any] = field(default_factory=dict)
     advantage_clamp: float | None = None
     kl_in_reward: float = 0.0
-    """β of −β k1 in the reward, units of the reward per nat. Denoising steps have it from their log-probs;
-    `kl` with their exact divergence has no variance."""
+    """β of −β k1 in the reward, units of the reward per nat; denoising steps have it from their log-probs."""
     drop_zero_signal: bool = False
     """Samples whose advantage is 0 leave the loss and the counts: dynamic sampling without refill, and the filter of
     Flow-GRPO's code, whose mean is over what is kept. False leaves them in the denominator: a batch of which 8 of 12
     have no signal takes a third of the published step."""
     ratio: Ratio = "log_prob"
-    """"guard": log_prob is `guard_log_ratio` and old_log_prob 0, so that each denoising step's ratio is
-    centred at 1 and free of the step's own scale."""
+    """"guard": log_prob is `guard_log_ratio` and old_log_prob 0: each denoising step's ratio is centred at 1."""
     step_weight: StepWeight = "uniform"
     """"inverse_dt": Trajectories.loss_weight is `guard_step_weight` of each step, up to a constant factor."""
     level: Level = "token"
@@ -140,10 +138,7 @@ class Objective:
         return {name: choice for name, choice in needs.items() if name in optional}
 
     def output_needs(self) -> dict[str, str]:
-        """Fields of `PolicyOutput`, or "ref_log_prob", that this objective needs -> the choice.
-
-        A KL term needs "ref_log_prob" only where PolicyOutput.kl is None.
-        """
+        """Field of `PolicyOutput` that this objective needs, or "ref_log_prob" (for a KL without kl) -> the choice."""
         optional = {f.name for f in fields(PolicyOutput) if f.default is None} | {"ref_log_prob"}
         choice = f"surrogate={self.surrogate!r}"
         needs = {name: choice for name in stages.SURROGATES[self.surrogate].needs if name in optional}

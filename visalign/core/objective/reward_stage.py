@@ -67,10 +67,7 @@ def par(
     references: int = 1,
     scale: Scale = "group",
 ) -> Tensor:
-    """Compute the group's advantage of R′_b = mean_m σ(k (R_b − R_bm)), R_bm of completions of the start policy.
-
-    PAR, arXiv 2502.18770.
-    """
+    """Compute the group's advantage of R′_b = mean_m σ(k (R_b − R_bm)), R_bm of the start policy; arXiv 2502.18770."""
     check_axes(reference_reward=(reference_reward, f"B {references}"))
     shaped = preference_as_reward(raw_reward, reference_reward, k=k) - kl_cost
     gain = group_advantages(shaped, group, scale=scale, valid=valid)

@@ -28,9 +28,7 @@ def soft_labels(left: Tensor, right: Tensor, ties: Tensor | None = None, *, smoo
 
 
 def vote_shares(left: Tensor, right: Tensor, ties: Tensor, *, smoothing: float = 0.0) -> Tensor:
-    """Shares [N, 3] of (left better, equal, right better) among the votes, `smoothing` added to each of the
-    three; NaN where there is none.
-    """
+    """Shares [N, 3] of (left better, equal, right better) votes, `smoothing` added to each; NaN without votes."""
     counts = torch.stack(_votes(left, right, ties), -1) + smoothing
     total = counts.sum(-1, keepdim=True)
     return torch.where(total > 0, counts / total.clamp(min=1e-30), math.nan)
@@ -138,9 +136,7 @@ def _votes(left: Tensor, right: Tensor, ties: Tensor | None) -> tuple[Tensor, Te
 
 
 def paired_scores(left: Tensor, right: Tensor, label: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (left, right, p, bool: has a label), float32 or better; without a label the scores are 0, so
-    that a NaN there cannot reach a gradient.
-    """
+    """Return (left, right, p, has a label), float32 or better; scores are 0 without a label: no NaN gradient."""
     check_same(left=left, right=right, label=label)
     first, other = float32(left), float32(right)
     if label is None:

@@ -104,10 +104,7 @@ def ict_loss(
 
 
 def hp_loss(hp: Tensor, *, margin: float = 0.3) -> Tensor:
-    """HP's margin ranking, the mean over triples of max(0, m − (HP2 − HP1)) + max(0, m − (HP3 − HP2)); `hp` [3, N].
-
-    ICT-HP, arXiv 2507.19002.
-    """
+    """HP, mean of max(0, m − (HP2 − HP1)) + max(0, m − (HP3 − HP2)) over triples `hp` [3, N]; arXiv 2507.19002."""
     return average_pairs(_triple_hinge(hp, margin))
 
 

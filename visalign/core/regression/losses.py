@@ -35,10 +35,7 @@ Mode = Literal["all", "positive_only", "negative_only", "one_only", "binary"]
 
 
 def matching_loss(v: Tensor, anchor: Tensor, guidance: Tensor, gamma: Tensor, weight: Tensor) -> Tensor:
-    """The common form, ℓ = w mean |v − sg(v_anchor + γ guidance)|², γ and w [N].
-
-    Reward Score Matching, arXiv 2604.17415.
-    """
+    """Common form ℓ = w mean |v − sg(v_anchor + γ guidance)|², γ and w [N]; arXiv 2604.17415."""
     target = (anchor + _over(gamma, v) * guidance).detach()
     return weight * _mean((float32(v) - target).square())
 

@@ -51,10 +51,7 @@ def reward_fusion(
 
 
 def convex_vertices(embedding: Tensor) -> Tensor:
-    """Find the vertices of the convex hull of texts [N, D] in their main plane (ConvexDA).
-
-    Of equal texts the first counts; of texts on a line the two ends. Returns [V] int64, ascending.
-    """
+    """Find the vertices [V], ascending, of the convex hull of texts [N, D] in their main plane (ConvexDA)."""
     check_axes(embedding=(embedding, "N D"))
     if not bool(torch.isfinite(embedding).all()):
         raise ValueError("embedding holds a number that is not finite; leave that text out.")

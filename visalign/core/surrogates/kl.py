@@ -136,10 +136,7 @@ def gaussian_kl(mean: Tensor, mean_ref: Tensor, std: Tensor, *, log_prob_reducti
 
 
 def velocity_kl(velocity: Tensor, velocity_ref: Tensor) -> Tensor:
-    """Compute mean_d (v_d − v_ref,d)² [N] of velocities [N, *event], the Gaussian KL of a step without its σ and dt.
-
-    Zheng et al., DiffusionNFT, arXiv 2509.16117 (the KL loss of its code).
-    """
+    """Velocity KL mean_d (v_d − v_ref,d)² [N], a Gaussian step's without σ and dt; DiffusionNFT, arXiv 2509.16117."""
     check_same(velocity=velocity, velocity_ref=velocity_ref)
     dtype = float32_dtype(velocity)
     return reduce_event((velocity.to(dtype) - velocity_ref.detach().to(dtype)).square(), 1, "mean")

@@ -32,10 +32,7 @@ class RatioError(RuntimeError):
 
 
 def check_log_ratio(log_ratio: Tensor, *, bound: float, strict: bool = True) -> RatioCheck:
-    """Check log-ratios that should be 0, e.g. of the first micro-batch of the first update.
-
-    `strict` raises `RatioError` above the bound; its message names likely causes.
-    """
+    """Check log-ratios that should be 0, as before the first update; `strict` raises `RatioError` above the bound."""
     distance = log_ratio.detach().double().abs()
     largest = float(distance.max())
     check = RatioCheck(

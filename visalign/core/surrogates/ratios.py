@@ -26,8 +26,7 @@ LEVELS: dict[str, str] = {
     "sequence_sum": "Σ_t w log r_it",
     "sequence_token": "sg[log s_i] + log r_it − sg[log r_it]",
 }
-"""Formula of each level. PPO, GRPO: token; GSPO: sequence; whole trajectories: sequence_sum; GSPO-token:
-sequence_token."""
+"""Formula of each level. PPO, GRPO: token; GSPO: sequence; trajectories: sequence_sum; GSPO-token: sequence_token."""
 
 
 def gaussian_log_prob(x: Tensor, mean: Tensor, std: Tensor, *, log_prob_reduction: LogProbReduction) -> Tensor:

@@ -48,10 +48,7 @@ def value_clip_fraction(
 
 
 def soft_minimum(values: Tensor, *, temperature: float = 0.3) -> Tensor:
-    """Compute the cautious value of n critics [..., n], V = −a [ln Σ_h exp(−v_h/a) − ln n].
-
-    It lies between their minimum (a → 0) and mean (a → ∞). SAFE, arXiv 2602.04651 (two critics, a = 0.3).
-    """
+    """Soft minimum −a [ln Σ_h exp(−v_h/a) − ln n] of n critics [..., n]; a = 0.3 in SAFE, arXiv 2602.04651."""
     total = torch.logsumexp(-float32(values) / temperature, -1) - math.log(values.shape[-1])
     return -temperature * total
 

@@ -80,10 +80,7 @@ def vespo(
     lambda_neg: float = 2.0,
     weight: Tensor | None = None,
 ) -> Tensor:
-    """Compute VESPO, ℓ = −sg[φ(W)] A log π, W = exp(Σ_t log r) of `ratio_level(…, "sequence_sum")`.
-
-    φ is `gamma_weight`. Shen et al., arXiv 2602.10693.
-    """
+    """VESPO, ℓ = −sg[φ(W)] A log π, W = exp(Σ_t log r), φ of `gamma_weight` (Shen et al., arXiv 2602.10693)."""
     kernel = gamma_weight(log_ratio, advantage, k_pos=k_pos, lambda_pos=lambda_pos, k_neg=k_neg, lambda_neg=lambda_neg)
     return _weighted(log_prob, advantage, kernel, weight)
 

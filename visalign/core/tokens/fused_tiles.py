@@ -73,10 +73,7 @@ def sum_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 
 
 def multiplies_bfloat16(hidden: Tensor, weight: Tensor) -> bool:
-    """Check that the device multiplies bfloat16 into float32 itself; elsewhere tiles are cast first.
-
-    Float16 is always cast: a softmax gradient underflows in it.
-    """
+    """Check that the device multiplies bfloat16 into float32 itself; float16 is always cast: gradients underflow."""
     both = hidden.dtype == weight.dtype == torch.bfloat16
     return both and hidden.device.type in ("cuda", "xpu")
 

@@ -22,10 +22,7 @@ from .statistics import kth_smallest, masked_quantile, present_decisions, share_
 
 
 def top_entropy_thresholds(entropy: Tensor, weight: Tensor, *, fraction: float = 0.2) -> Tensor:
-    """Find the entropy that the share ρ of most uncertain tokens reaches: the (1 − ρ)-quantile of H; 0-dim.
-
-    Wang et al., Beyond the 80/20 Rule, arXiv 2506.01939.
-    """
+    """Find the (1 − ρ)-quantile of H, 0-dim, of the share ρ of most uncertain tokens (arXiv 2506.01939)."""
     return masked_quantile(entropy, weight, 1 - fraction)
 
 
@@ -86,9 +83,7 @@ def clip_cov_keep(
     *,
     excluded: Tensor | None = None,
 ) -> Tensor:
-    """Keep the tokens that Clip-Cov leaves in any micro-batch: use `torch.where(keep, loss, 0)` and the old
-    counts; see `clip_cov_thresholds`.
-    """
+    """Keep the tokens that Clip-Cov (`clip_cov_thresholds`) leaves: `torch.where(keep, loss, 0)`, the old counts."""
     check_same(noise=noise, log_prob=log_prob)
     covariance = token_covariance(log_prob, advantage, weight, thresholds.statistics)
     inside = token_terms(log_prob, advantage, weight)[2]

@@ -18,10 +18,7 @@ from .statistics import kth_smallest, present_decisions, token_terms, weighted_m
 
 
 def entropy_discriminator(log_prob: Tensor, entropy: Tensor) -> Tensor:
-    """Compute the entropy discriminator of the sampled token: S = p (H + log p).
-
-    Pushing down a token with small S lowers the entropy, see `DiscriminatorScores`.
-    """
+    """Entropy discriminator S = p (H + log p) of the sampled token: pushing down a small S lowers the entropy."""
     check_same(log_prob=log_prob, entropy=entropy)
     value = log_prob.detach().double().clamp(min=-1e3)  # p log p of p = 0 is 0
     return value.exp() * (entropy.detach().double() + value)

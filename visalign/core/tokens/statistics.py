@@ -80,10 +80,7 @@ def share_count(inside: Tensor, ratio: float) -> Tensor:
 
 
 def ppo_clipped(log_ratio: Tensor, advantage: Tensor, *, eps_low: float, eps_high: float) -> Tensor:
-    """Mark where PPO's clip has no gradient: (A > 0, r > 1 + ε_high) or (A < 0, r < 1 − ε_low).
-
-    Schulman et al., PPO, arXiv 1707.06347, eq. 7.
-    """
+    """Mark where PPO's clip has no gradient: (A > 0, r > 1 + ε_high) or (A < 0, r < 1 − ε_low); 1707.06347, eq. 7."""
     value, gain, _ = token_terms(log_ratio, advantage, torch.ones_like(log_ratio))
     shift = torch.expm1(value)
     return (gain > 0) & (shift > eps_high) | (gain < 0) & (shift < -eps_low)

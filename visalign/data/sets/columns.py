@@ -158,10 +158,7 @@ def fill_images(number: int, row: Row) -> Row:
 def read_pair(
     row: Row, coding: Mapping[str, float] | str | None = None, folder: Path | None = None, *, needs_prompt: bool = True
 ) -> PreferencePair:
-    """Read a pair from the columns that `load_preferences` names; numbers may be strings, as CSV has them.
-
-    Relative image paths start at the folder; None leaves them as they are.
-    """
+    """Read a pair from the columns that `load_preferences` names; relative image paths start at the folder."""
     votes = _read_votes(row)
     if "label" in row:
         label = _read_label(_named_side(row), coding)

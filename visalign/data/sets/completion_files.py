@@ -38,8 +38,7 @@ class JudgedCompletions:
     """Each with "prompt", and "chosen" and "rejected", or "completion" and "label" (bool), or "completions" and
     "scores"."""
     left_out: dict[str, int] = field(default_factory=dict)
-    """Reason -> count: prompts whose completions all have the same reward (ties), pairs of equal completions
-    (equal), records with an empty completion (empty)."""
+    """Reason -> count: equal rewards (ties), pairs of equal completions (equal), empty completions (empty)."""
 
 
 def load_pairs(

@@ -271,10 +271,7 @@ def load_demonstrations(
 
 
 def with_completion(record: Mapping[str, Any], where: str, field: str | None = None) -> Record:
-    """Move the completion of a record to "completion", with its tool spans; see `load_demonstrations`.
-
-    `where` starts the message if the record has none.
-    """
+    """Move a record's completion to "completion", with its tool spans; `where` starts the message if it has none."""
     name = field or next((name for name in COMPLETIONS if name in record), COMPLETION)
     if isinstance(text := message_text(record.get(name)), str):
         record = {**record, name: text}

@@ -41,10 +41,7 @@ class Components:
 
 
 def find_components(labels: np.ndarray, min_area: int) -> Components:
-    """Find the components, of `min_area` pixels at least, of equal labels [B, H, W] that touch along an edge.
-
-    Label 0 is ground.
-    """
+    """Find components of at least `min_area` pixels of equal labels [B, H, W] (0 is ground) touching along an edge."""
     height, width = labels.shape[1:]
     is_object = labels > 0
     begins = is_object.copy()

@@ -99,10 +99,7 @@ class Scene:
 
 
 def relations(subject: tuple[float, float], target: tuple[float, float]) -> set[str]:
-    """List GenEval's relations that hold for the subject's centre (x, y) against the target's.
-
-    Both "left of" and "above" can hold for a diagonal offset.
-    """
+    """List GenEval's relations (two for a diagonal) of the subject's centre (x, y) to the target's."""
     dx, dy = subject[0] - target[0], subject[1] - target[1]
     norm = math.hypot(dx, dy)
     if norm == 0.0:
@@ -118,10 +115,7 @@ def size_word(radius: float) -> str:
 def sample_scene(
     record: Record, rng: np.random.Generator, *, style: str | None = None, style_weights: Sequence[float] | None = None
 ) -> Scene:
-    """Draw a scene that satisfies a prompt record; colors and sizes that it leaves open are drawn.
-
-    A style of None is drawn with the probabilities `style_weights` of STYLES, uniform by default.
-    """
+    """Draw a scene that satisfies a prompt record; a style of None is drawn by `style_weights` of STYLES."""
     if style is None:
         style = str(rng.choice(STYLES, p=style_weights))
     entries = [entry for entry in record["include"] for _ in range(entry["count"])]

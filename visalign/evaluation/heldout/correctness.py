@@ -124,7 +124,6 @@ def check_judge(name: str, reward: PointwiseReward, record: Mapping[str, Any]) -
 
 def _no_verdict(name: str, reward: Any) -> UserError:
     return UserError(
-        f"Reward '{name}' cannot say correct or wrong: its range is {tuple(reward.range)} and its scores "
-        f"have no part '{PART}'. Choose one with the range (0, 1) or that part, or "
-        "evaluation.correctness=null."
+        f"Reward '{name}' cannot say correct or wrong: its range is {tuple(reward.range)} and its scores have no part "
+        f"'{PART}'. Choose one with the range (0, 1) or that part, or evaluation.correctness=null."
     )

@@ -86,10 +86,7 @@ def _sample(
     clips: bool,
     solver: str,
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield the rows of each batch, its frames and its images [B, 3, H, W], float32 in [0, 1] on the CPU.
-
-    The frames are videos [B, F, 3, H, W] with `clips`, else the images.
-    """
+    """Yield the rows of each batch, its frames (videos [B, F, 3, H, W] with `clips`) and its images [B, 3, H, W]."""
     inputs = encoder_inputs(policy, records)
     condition, keys = policy.encode(inputs), [record_key(record) for record in inputs]
     for start in range(0, len(records), batch_size):

@@ -231,10 +231,7 @@ def load_heldout(path: Path) -> HeldoutResult:
 
 
 def joined(parts: Sequence[HeldoutResult]) -> HeldoutResult:
-    """Concatenate the results of several processes, in the order of the samples, by the same rewards.
-
-    A measure that is missing from a part is NaN there.
-    """
+    """Concatenate results of several processes, by the same rewards; a measure missing from a part is NaN there."""
     starts = np.cumsum([0, *map(len, parts)])
     names = dict.fromkeys(name for part in parts for name in part.scores)
     with_images = [part for part in parts if len(part.images)] or parts

@@ -23,8 +23,7 @@ from .correctness import Tally, check_evaluation, check_size, finite_scores, rec
 from .result import ENTROPY, LENGTH, HeldoutResult
 
 GREEDY, ANY = "greedy", "any_of_samples"
-"""Measures next to the rewards: the verdict of the greedy completion, pass@S over a prompt's S samples (both
-the same for all samples of a prompt), tokens, and mean nats per token."""
+"""Greedy verdict, pass@S over a prompt's S samples (both once a prompt), tokens, and mean nats per token."""
 
 _MEASURES = {
     GREEDY: ("1 = correct", True),

@@ -281,10 +281,7 @@ def _part(interval: Any, name: str) -> float | None:
 
 
 def rail(interval: Any, low: float, high: float, *, key: str = "estimate", side: str = "after") -> Markup:
-    """Draw an interval on a track from `low` to `high`; what is beyond the ends is cut.
-
-    The interval is an `Interval`, a mapping with `key`, `low` and `high`, or None; `side` names its colour.
-    """
+    """Draw an interval (`Interval`, its mapping, or None) on a track from `low` to `high`; `side` names its colour."""
     estimate, start, end = (_part(interval, name) for name in (key, "low", "high"))
     if estimate is None or not math.isfinite(estimate):
         return Markup("")

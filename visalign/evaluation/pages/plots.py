@@ -62,10 +62,7 @@ class Frame:
         return f'<rect class="{name}" {position} {size}/>'
 
     def svg(self, parts: Sequence[str], alt: str) -> Markup:
-        """Draw the plot: grid, tick labels and names, then the parts, whose texts must be escaped.
-
-        `alt` describes the plot in words.
-        """
+        """Draw grid, ticks, names, and the parts, whose texts must be escaped; `alt` describes the plot in words."""
         low, high = self.project(self.x[0], self.y[0]), self.project(self.x[1], self.y[1])
         drawn = []
         grid = '<line class="grid" x1="{:.1f}" y1="{:.1f}" x2="{:.1f}" y2="{:.1f}"/>'
@@ -201,10 +198,7 @@ def response_plot(probe: Mapping[str, Any]) -> Markup | None:
 
 
 def heatmap_plot(labels: Sequence[str], cells: Sequence[Sequence[float | None]], alt: str) -> Markup:
-    """Plot a square of K × K correlations, one colour above 0 and one below; None is a dash.
-
-    `labels` are those of the rows and, by their numbers, of the columns; `alt` describes the plot in words.
-    """
+    """Plot K × K correlations, None as a dash; `labels` are those of the rows and, by number, of the columns."""
     names = [_cut(f"{number} {label}", 25) for number, label in enumerate(labels, 1)]
     size, left, top = 52.0, 16 + 7.8 * max(map(len, names)), 30.0
     drawn = []

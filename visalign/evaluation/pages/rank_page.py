@@ -97,9 +97,8 @@ def _bias(result: Mapping[str, Any]) -> list[str]:
     reach = float(stats.norm.ppf((1 + result["level"]) / 2)) * std
     link = special.ndtr if "normal" in result["unit"] else special.expit  # Thurstone or Bradley-Terry
     sentence = (
-        f"Being on the left adds {signed(bias)} {result['unit']} "
-        f"({signed(bias - reach)} to {signed(bias + reach)}): of two equals the left one wins "
-        f"{share(float(link(bias)))}."
+        f"Being on the left adds {signed(bias)} {result['unit']} ({signed(bias - reach)} to {signed(bias + reach)}): "
+        f"of two equals the left one wins {share(float(link(bias)))}."
     )
     clear = abs(bias) > reach
     return [sentence if clear else f"{sentence} That interval holds 0: no clear position bias."]

@@ -77,10 +77,7 @@ def collapsed(text: str) -> str:
 
 
 def failures(after: HeldoutResult) -> list[dict[str, Any]]:
-    """Choose per category the first six wrong samples after training, each prompt once.
-
-    Returns `tag`, how many of the `judged` are wrong (`total`), and `shots`: (prompt, seed, shot).
-    """
+    """Choose per category the first six wrong samples after training, each prompt once, as (prompt, seed, shot)."""
     groups = []
     for tag in dict.fromkeys(after.tags):
         judged = after.rows(tag) & after.judged

@@ -54,10 +54,7 @@ FEW = 20
 def headline(
     before: HeldoutResult, after: HeldoutResult, comparison: Comparison, *, trained_prompts: int | None = None
 ) -> dict[str, Any]:
-    """Summarize a run by its accuracy, or without verdicts by the first reward, and a few sentences.
-
-    `before`, `after` and `change` are formatted, `interval` is in words, `direction` is "up", "down" or "flat".
-    """
+    """Summarize a run by accuracy, or the first reward; `direction` is "up", "down" or "flat"."""
     kind, prompts, row, is_higher_better = kind_of(before), len(set(before.keys)), comparison.overall, True
     counted = f"{prompts} prompts{_trained_on(prompts, trained_prompts)}"
     if math.isfinite(row.change.estimate):
@@ -66,9 +63,8 @@ def headline(
         seeds = len(set(before.seeds.tolist()))
         times = {1: "once", 2: "twice"}.get(seeds, f"{seeds} times")
         first = (
-            f"{counted}, each {kind.verb} {times} {kind.same} before and after: {row.correct[0]} of "
-            f"{row.judged[0]} {kind.plural} were correct before training, {row.correct[1]} of "
-            f"{row.judged[1]} after it."
+            f"{counted}, each {kind.verb} {times} {kind.same} before and after: {row.correct[0]} of {row.judged[0]} "
+            f"{kind.plural} were correct before training, {row.correct[1]} of {row.judged[1]} after it."
         )
     elif comparison.rewards:
         row, form = comparison.rewards[0], change

@@ -82,8 +82,7 @@ class Probe:
     x_name: str = ""
     neutral: float | None = None  # The x at which the image is unchanged
     versus_real: bool = False
-    """For pairwise rewards: compare the changed image with another real one instead of itself unchanged; the
-    response is then how much better it does than the unchanged one did."""
+    """For pairwise rewards: compare the changed, and the unchanged, image with another real one."""
     why: str = ""  # Consequence of training on a reward that fails the probe
 
 

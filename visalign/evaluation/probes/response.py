@@ -101,10 +101,7 @@ def probability_interval(values: Array) -> dict[str, float | None]:
 def share_report(
     label: str, hits: ArrayLike, reasons: Sequence[str | None], *, chance: float | None, left_out: int = 0
 ) -> dict[str, Any]:
-    """Summarise a level whose answer is a share of `hits` [N], with the keys of `level_report`, JSON-able.
-
-    `chance` is the share that answers without content would give; None where nothing was scored.
-    """
+    """Summarise a level whose answer is a share of `hits` [N], as `level_report`; `chance` is that without content."""
     cases = np.asarray(hits, dtype=bool)
     report = level_report(label, None, np.zeros(0), reasons, left_out=left_out)
     share = wilson_interval(int(cases.sum()), len(cases), level=LEVEL).to_dict()
@@ -144,10 +141,7 @@ def reference_counts(reasons: Sequence[str | None], size: int) -> dict[str, Any]
 
 
 def probe_report(probe: Probe, table: Sequence[tuple[Array, dict[str, Any]]]) -> dict[str, Any]:
-    """Summarise a probe: its levels, each with a verdict, and the worst verdict, JSON-able.
-
-    `table` has per level the responses [N] of all samples (NaN where there is none) and the level's report.
-    """
+    """Summarise a probe by its levels and the worst verdict; `table`: level -> (responses [N], report)."""
     levels = []
     for number, (response, report) in enumerate(table):
         verdict = level_verdict(probe.wanted, report)

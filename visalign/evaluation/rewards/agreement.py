@@ -105,10 +105,7 @@ def _rows_by_group(groups: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
 
 
 def same_order(x: Array, y: Array, groups: NDArray[np.int64]) -> tuple[float | None, int]:
-    """Return the share of the pairs of images of one group that both sides order alike, and their number.
-
-    Pairs that a side finds equal are left out.
-    """
+    """Share and number of pairs of a group's images that both sides order alike; a side's equal pairs are left out."""
     same = decided = 0
     for rows in _rows_by_group(groups):
         signs = [np.sign(side[rows][:, None] - side[rows][None]) for side in (x, y)]
@@ -156,10 +153,7 @@ def percentiles(values: ArrayLike) -> Array:
 
 
 def largest_disagreements(x: ArrayLike, y: ArrayLike, *, most: int = 12) -> list[tuple[int, float, float]]:
-    """Find the images on which two rewards [N] disagree most: (row, percentile by each), widest gap first.
-
-    The two directions take turns, so that both appear.
-    """
+    """Find the images on which two rewards [N] disagree most: (row, percentile by each), alternating directions."""
     valid = np.isfinite(np.asarray(x, dtype=float)) & np.isfinite(np.asarray(y, dtype=float))
     first, second = (percentiles(np.where(valid, side, np.nan)) for side in (x, y))
     gap = np.where(valid, first - second, 0.0)

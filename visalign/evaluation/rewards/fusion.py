@@ -50,10 +50,7 @@ def fuse_preferences(pairs: PreferenceSet, members: Sequence[PairScores]) -> tup
 
 
 def fuse_quality(records: QualitySet, members: Sequence[QualityScores]) -> tuple[QualityScores, dict[str, Any]]:
-    """Stack rewards on single images like `fuse_preferences` on pairs, by ridge regression on the opinions.
-
-    Folds are by `QualitySet.groups`.
-    """
+    """Stack rewards on single images by ridge regression on the opinions; folds are by `QualitySet.groups`."""
     target = opinions(records)
     columns = {entry.name: entry.oriented for entry in members}
     columns = {name: x - np.nanmean(x) if np.isfinite(x).any() else x for name, x in columns.items()}

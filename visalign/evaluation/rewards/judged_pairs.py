@@ -33,10 +33,7 @@ class IntervalSettings:
     """Number of bins in the reliability diagram."""
 
     def drawing(self) -> dict[str, Any]:
-        """Return `generator` and `resamples` for the functions of `visalign.evaluation.statistics.intervals`.
-
-        The generator is fresh, so that a number does not depend on what was computed before it.
-        """
+        """Return `generator` (fresh, so that numbers do not depend on order) and `resamples` for the bootstrap."""
         return {"generator": torch.Generator().manual_seed(self.seed), "resamples": self.resamples}
 
 

@@ -40,8 +40,7 @@ class PairScores:
     name: str
     unit: str
     margin: Array
-    """[N] positive where it prefers the left image: a difference of scores (turned where lower is better) or
-    log-odds."""
+    """[N] positive where it prefers the left: a difference of scores (turned where lower is better) or log-odds."""
     reasons: tuple[str | None, ...]
     """[N] why a pair has no score; None for the others."""
     std: Array | None = None

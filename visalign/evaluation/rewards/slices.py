@@ -35,10 +35,7 @@ _LENGTHS = tuple(length_name("word " * count) for count in (*WORDS, WORDS[-1] + 
 
 
 def slice_masks(records: Sequence[Any], generators: Sequence[str]) -> dict[tuple[str, str], NDArray[np.bool_]]:
-    """Slice N records: (kind, name) -> mask [N]; a kind with a single value is left out.
-
-    A record belongs to the slice of each of the generators in its fields `generators`.
-    """
+    """Slice N records: (kind, name) -> mask [N], by kinds of several values; `generators` are fields of names."""
     columns: dict[str, list[tuple[str | None, ...]]] = {
         "category": [(record.category,) for record in records],
         "generator": [tuple(getattr(record, name) for name in generators) for record in records],

@@ -42,8 +42,7 @@ class AnnotatorFit:
     """Fitted annotators and pairs."""
 
     reliability: Array
-    """[A] γ: log-odds per standard deviation of difference; below 0 is somebody who votes against the others,
-    as the majority fixes the sign."""
+    """[A] γ: log-odds per standard deviation of difference; below 0 votes against the others."""
     reliability_std: Array  # [A] standard deviation of γ, from the curvature of the log-posterior
     side_bias: Array  # [A] c: log-odds for the image on the left of the screen
     agreement: Array  # [A] E|d|[σ(γ |d|)]: how often the annotator prefers the better image of such pairs; ½ is a coin

@@ -74,20 +74,14 @@ def both_sides(prob: ArrayLike, outcome: ArrayLike) -> tuple[Array, Array]:
 
 
 def nll(prob: ArrayLike, outcome: ArrayLike) -> Array:
-    """Compute −y ln p − (1 − y) ln(1 − p) [N] in nats; p is clipped to [`SMALLEST`, 1 − `SMALLEST`].
-
-    With shares of votes as outcomes y this is the cross-entropy to them.
-    """
+    """NLL −y ln p − (1 − y) ln(1 − p) [N], nats, p clipped by `SMALLEST`: cross-entropy to shares of votes y."""
     p, y = np.asarray(prob, dtype=np.float64), np.asarray(outcome, dtype=np.float64)
     p = np.clip(p, SMALLEST, 1 - SMALLEST)
     return -(special.xlogy(y, p) + special.xlog1py(1 - y, -p))
 
 
 def brier(prob: ArrayLike, outcome: ArrayLike) -> Array:
-    """Compute (p − y)² of each sample; its mean is the Brier score.
-
-    Source: Brier, Monthly Weather Review 78 (1950) 1, for two classes, without its factor 2.
-    """
+    """Squared error (p − y)² of each sample: Brier, Monthly Weather Review 78 (1950), without its factor 2."""
     p, y = np.asarray(prob, dtype=np.float64), np.asarray(outcome, dtype=np.float64)
     return (p - y) ** 2
 

@@ -126,10 +126,7 @@ def _polished(z: Array, y: Array, start: tuple[float, ...]) -> tuple[float, ...]
 
 
 def weighted_srcc(x: Array, y: Array, weights: Array) -> Array:
-    """Compute Spearman's ρ [R] of x, y [N] under weights [R, N]: a bootstrap without copying samples.
-
-    NaN where the weighted ranks of a side do not vary.
-    """
+    """Spearman's ρ [R] of x, y [N] under weights [R, N]: a bootstrap without copies; NaN where a side is constant."""
     return weighted_pearson(_weighted_ranks(x, weights), _weighted_ranks(y, weights), weights)
 
 

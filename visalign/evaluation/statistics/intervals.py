@@ -158,10 +158,7 @@ def bootstrap_samples(
 def bootstrap(
     sums: Array, statistic: Callable[[Array], Array], *, generator: torch.Generator, resamples: int = 1_000
 ) -> Array:
-    """Draw numbers [R, K] from the sums [C, M] of M columns within each cluster; NaN where undefined.
-
-    `statistic` maps the column sums [r, M] of r of the R resamples to [r, K].
-    """
+    """Draw numbers [R, K]: `statistic` of the column sums [r, M] of [C, M] in each cluster; NaN where undefined."""
     blocks = resample_weights(len(sums), generator=generator, resamples=resamples)
     return np.concatenate([statistic(weights @ sums) for weights in blocks])
 
@@ -180,10 +177,7 @@ def interval(estimate: float, draws: Array, clusters: int, *, level: float = 0.9
 
 
 def correlation_interval(estimate: float, draws: Array, clusters: int, *, level: float = 0.95) -> Interval:
-    """Compute `interval` of a correlation; the ends are NaN where it is ±1.
-
-    A perfect order is perfect in every resample, which says nothing about its error.
-    """
+    """Compute `interval` of a correlation; the ends are NaN at ±1, where no resample says anything about its error."""
     perfect = abs(estimate) > 1 - 1e-9
     return interval(estimate, draws, 1 if perfect else clusters, level=level)
 
@@ -216,10 +210,7 @@ class RatioTable:
     def intervals(
         self, *, generator: torch.Generator, resamples: int = 1_000, level: float = 0.95
     ) -> dict[Hashable, Interval]:
-        """Return key -> ratio with its interval.
-
-        No resample moves a share of exactly 0 or 1: it gets Wilson's interval with each cluster counted once.
-        """
+        """Return key -> ratio with its interval: Wilson's, by clusters, for a share of exactly 0 or 1."""
         if not self._sums:
             return {}
         size = len(self._sums)

@@ -32,10 +32,7 @@ def auroc(score: ArrayLike, positive: ArrayLike) -> float:
 
 
 def weighted_auroc(score: Array, positive: NDArray[np.bool_], weights: Array) -> Array:
-    """Compute the AUROC [R] of scores [N] under weights [R, N]: a bootstrap without copying samples.
-
-    NaN where a class has no weight.
-    """
+    """AUROC [R] of scores [N] under weights [R, N], a bootstrap without copies; NaN where a class has no weight."""
     order = np.argsort(score, kind="stable")
     starts = np.flatnonzero(np.append(True, np.diff(score[order]) > 0))
     sorted_weights = weights[:, order]

@@ -110,10 +110,7 @@ def mean_interval(values: Tensor, *, generator: torch.Generator) -> Interval:
 
 
 def runner_up_gap(log_p: Tensor) -> Tensor:
-    """Compute log p₍₁₎ − log p₍₂₎ [*], the gap in nats between the two largest logits [*, V].
-
-    An argmax changes only where noise moves two logits by more than this.
-    """
+    """Gap log p₍₁₎ − log p₍₂₎ [*] in nats of the two largest logits [*, V]: noise below it moves no argmax."""
     first, second = log_p.topk(2, -1).values.unbind(-1)
     return first - second
 
