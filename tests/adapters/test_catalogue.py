@@ -85,9 +85,9 @@ def test_a_users_own_class_is_checked(own):
     policy: Any = load_policy("x", adapter=f"{own}:Own")
     policy.net.shift.data += torch.arange(12.0).view(3, 4)  # prompts that it tells apart
     assert "gradients" in check_adapter(policy, prompts=("bright", "dark"), save=False)
-    with pytest.raises(AdapterError, match=r"is no adapter: a type without the methods decode\. Add them"):
+    with pytest.raises(AdapterError, match=r"is no adapter: it lacks the methods decode\. Add them"):
         load_policy("x", adapter=f"{own}:Unfinished")
-    with pytest.raises(AdapterError, match=r"a function without the methods from_pretrained, encode"):
+    with pytest.raises(AdapterError, match=r"it lacks the methods from_pretrained, encode"):
         load_policy("x", adapter=f"{own}:make")
     with pytest.raises(AdapterError, match=r"prediction is 'noise'; allowed: velocity, epsilon, v, x0"):
         load_policy("x", adapter=f"{own}:Undeclared")

@@ -209,7 +209,7 @@ def test_a_folder_of_the_hubs_cache_is_its_snapshot(models, tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda f: shutil.rmtree(f / "unet"), r"lacks unet\. Copy the missing folders"),
+        (lambda f: shutil.rmtree(f / "unet"), r"lacks unet\. Copy them"),
         (lambda f: _index(f, vae=None), r"model_index.json lists vae as null\. Write \[null, null\]"),
         (
             lambda f: (f / "vae" / "diffusion_pytorch_model.safetensors").write_bytes(b"\x90" + bytes(7) + b"{"),
@@ -231,7 +231,7 @@ def test_damaged_folders(models, tmp_path, damage, message):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("nowhere.safetensors", r"There is no model file nowhere.safetensors\. Correct the path, or give a folder"),
+        ("nowhere.safetensors", r"There is no model file nowhere.safetensors\. Give a folder"),
         ("https://civitai.com/api/download/models/1", r"models/1 is an address\. Download the file"),
         ("run", r"It holds a LoRA: give its base model here, and this folder as the LoRA"),
     ],

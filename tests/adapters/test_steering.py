@@ -240,5 +240,5 @@ def test_calls_that_do_not_fit_are_refused():
         sampler(8, wrong)
     pipe, _ = tiny_pipeline("sd3")
     sized = SteeringCallback(pipe, level, resample_after=[1], image_size=32)
-    with pytest.raises(UserError, match="give SteeringCallback the image_size"):
+    with pytest.raises(UserError, match="give SteeringCallback the call's image_size"):
         sized(pipe, 0, 1, {"latents": torch.zeros(4, 4, 8, 4)})

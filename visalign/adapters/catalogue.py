@@ -62,9 +62,8 @@ def load_policy(
 ) -> DiffusionPolicy:
     """Load a model as a policy: a packaged one, a folder, `owner/name` on the hub, or a checkpoint of one file.
 
-    SD3 has a fast adapter of its own; the general one is used where an option requires it (`find_adapter`). `options`
-    go to the adapter's `from_pretrained`, such as `config`, which may describe a checkpoint; one at its value in
-    `defaults` is dropped if the adapter lacks it.
+    `options` go to the adapter's `from_pretrained`; one at its value in `defaults` is dropped if the adapter lacks it.
+    SD3's fast adapter gives way to the general one where an option requires it.
     """
     folder_or_id = resolve_model(folder_or_id)
     described = index_source(folder_or_id, adapter, options.get("config"))
@@ -108,10 +107,9 @@ class OwnSampling(NamedTuple):
 def own_sampling(
     path: str, adapter: str | None, device: str, *, variant: str | None = None, config: str | None = None
 ) -> OwnSampling:
-    """Read steps and guidance from the defaults of a pipeline's call, and the dtype from its stored weights.
+    """Read steps and guidance from a pipeline's call, the dtype from its weights (from the hub: bfloat16 on a GPU).
 
-    A hub id has bfloat16 on a GPU; float16 is float32 on a CPU. Packaged models and adapters of one's own sample
-    with ten steps, without guidance, in float32.
+    Packaged models and custom adapters sample with ten steps, without guidance, in float32.
     """
     import diffusers
 

@@ -52,10 +52,10 @@ class _Probe:
 def check_adapter(
     policy: DiffusionPolicy, *, prompts: Sequence[str] = ("a red circle", "two blue squares"), save: bool = True
 ) -> list[str]:
-    """Run the contract tests on an adapter, restore its weights and gradients, and return the passed checks.
+    """Run the contract tests on an adapter, restore its weights, and return the passed checks, or raise
+    `AdapterError`.
 
-    The first failed check raises `AdapterError`. `prompts` are two that the model should tell apart; `save` also
-    tests `save` and, if present, `load`, in a temporary folder.
+    `prompts` are two that the model tells apart; `save` also tests `save` and `load` in a temporary folder.
     """
     check_members(policy)
     first, second = prompts

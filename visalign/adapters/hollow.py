@@ -55,10 +55,9 @@ class Trace:
 
 @contextmanager
 def hollow_pipelines() -> Iterator[Trace]:
-    """Let `from_pretrained` of diffusers' pipelines read configurations but no weights inside the block.
+    """Let diffusers' pipelines load without weights inside the block; outside of it they cannot be called.
 
-    Tokenizers, schedulers and text encoders below 50 MB are loaded as they are. Outside of the block the
-    pipelines cannot be called.
+    Tokenizers, schedulers and text encoders below 50 MB are loaded as they are.
     """
     trace, original, own_load = Trace(), DiffusionPipeline.__dict__["from_pretrained"], ComponentSpec.load
     diffusers: Any = importlib.import_module("diffusers")

@@ -45,10 +45,9 @@ class LoraSettings:
 
 
 class CastLinear(Linear):
-    """LoRA layer whose float32 A and B are multiplied in the dtype of the layer's input.
+    """LoRA layer whose float32 A and B are multiplied in the input's dtype, where peft casts the input to float32.
 
-    peft casts the input to float32 instead: two products outside the tensor cores for each layer, and activations
-    of twice the size. Gradients arrive in the float32 weights, as with autocast.
+    Those products miss the tensor cores and store activations of twice the size.
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

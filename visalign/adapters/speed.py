@@ -54,8 +54,7 @@ def speed_up(
 class CompiledBlocks:
     """Repeated blocks of a network, compiled: one compilation serves all blocks of a kind.
 
-    Sizes are static: each new one compiles anew, since blocks with dynamic sizes had not compiled within 135 s on a
-    GPU. A block that cannot be traced or compiled makes all of them run eagerly from then on, with a warning.
+    Each size compiles anew (dynamic ones took over 135 s on a GPU). If a block fails, all run eagerly, with a warning.
     """
 
     def __init__(self, network: nn.Module, blocks: Sequence[nn.Module]) -> None:
@@ -113,11 +112,10 @@ def _cut(output: Tensor) -> Tensor:
 
 @contextmanager
 def gradient_mode(network: nn.Module, learning: bool) -> Iterator[None]:
-    """Run a pass of a network with or without gradient inside the block; detach the output of one without.
+    """Run a network with or without gradient inside the block; detach the output of one without.
 
-    Compiled blocks run one graph for both, that of training, because two graphs round apart: by a log-ratio
-    of 1.9e-4 in bfloat16, beyond the clip range of 1e-4 (docs/evidence/gpu.md, section 2). Without `learning`
-    each block frees its activations at once.
+    Compiled blocks run the graph of training for both, since two round apart, by a log-ratio of 1.9e-4 in bfloat16
+    (docs/evidence/gpu.md, section 2). Without `learning` each block frees its activations.
     """
     compiled: CompiledBlocks | None = network.__dict__.get(_COMPILED)
     if learning or compiled is None:

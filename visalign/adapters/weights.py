@@ -28,11 +28,7 @@ def swapped_weights(parameters: Sequence[Tensor], stored: Sequence[Tensor]) -> I
 
 
 class TrainedWeights:
-    """Trained parameters (those with `requires_grad`), and access to the model before training.
-
-    LoRA layers (`adapters`) are disabled for the reference. Of the model's own weights a copy is kept, one
-    more model in memory, unless `reference` is False.
-    """
+    """Parameters with `requires_grad`, and the model before training: without its LoRA layers, or a copy of it."""
 
     def __init__(self, model: nn.Module, adapters: list[LoraLayer] | None, *, reference: bool = True) -> None:
         self._model = model

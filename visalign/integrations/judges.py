@@ -78,10 +78,10 @@ def numbers(judge: PointwiseReward | TextReward, scores: Scores, on_failure: OnF
 def flow_grpo(
     name: str, *, on_failure: OnFailure = "raise", **options: Any
 ) -> Callable[..., tuple[list[float], dict[str, Any]]]:
-    """Return a reward of images, with `options`, as flow_grpo's score function `f(images, prompts, metadata)` -> (B
-    numbers, {}), as an entry of `flow_grpo.rewards.multi_score` makes it; metadata are B records, or one for all.
+    """Return a reward, with `options`, as flow_grpo's score function `f(images, prompts, metadata)` -> (B numbers,
+    {}).
 
-    `name` is as in `visalign.rewards.load_reward`; `remote` with its url is a reward of `serve-reward`.
+    metadata are B records, or one; `name` is as in `visalign.rewards.load_reward`, `remote` is a `serve-reward`.
     """
     judge = load_reward(name, **options)
 

@@ -154,10 +154,9 @@ class GRPOTrainer(Base):
 
 
 def reward_function(name: str, **options: Any) -> Callable[..., list[float | None]]:
-    """A judge of text, by its name in `visalign.rewards.load_text_reward`, as a reward function of TRL.
+    """Make a judge of text, as `load_text_reward` names it, a reward function of TRL; None where the judge failed.
 
-    `f(prompts, completions, **columns)` gives one number per completion, None where the judge failed. The
-    columns of the data set are the judge's metadata. Conversations are read by the last message of their assistant.
+    Columns of the data set are its metadata; a conversation is read by its assistant's last message.
     """
     from visalign.rewards.catalogue import load_text_reward
 

@@ -93,10 +93,10 @@ def no_advantage(row: Objective) -> str | None:
 
 
 def policy_loss(row: Objective) -> Callable[..., tuple[Tensor, dict[str, float]]]:
-    """A row's surrogate and mean as a policy loss of verl; KL, entropy and value stay verl's.
+    """A row's surrogate and mean (whatever `loss_agg_mode`) as a policy loss of verl; KL, entropy and value stay
+    verl's.
 
-    The row's own mean is taken, whatever `loss_agg_mode` says; `rollout_is_weights` come in as importance
-    weights. `drop_zero_signal` is verl's `filter_groups`, which refills, and is not done again.
+    `rollout_is_weights` are importance weights. verl's `filter_groups` is `drop_zero_signal`.
     """
     row = replace(row, kl=0.0, entropy=0.0, value=0.0, value_clip=None, importance_sampling=None)
 
@@ -146,10 +146,8 @@ def policy_loss(row: Objective) -> Callable[..., tuple[Tensor, dict[str, float]]
 
 
 def advantage_estimator(row: Objective) -> Callable[..., tuple[Tensor, Tensor]]:
-    """A row's advantages as an estimator of verl, over the whole batch that verl hands in.
-
-    A sample whose reward is NaN takes no part: it leaves its group's mean, and its advantage is 0; its tokens
-    stay in verl's denominators.
+    """A row's advantages as an estimator of verl, over the whole batch; a NaN reward leaves its group, with advantage
+    0.
     """
     zeros: dict[str, Any] = dict.fromkeys(("kl", "kl_in_reward", "entropy", "value", "ptx"), 0.0)
     choices: dict[str, Any] = {"selection": None, "selection_options": {}, "step_weight": "uniform"}
@@ -258,17 +256,10 @@ def compute_score(
 ) -> float:
     """Score a sample, larger is better, as verl's `custom_reward_function` and verl-omni's `reward_functions`.
 
-    Args:
-        data_source: verl's; not read.
-        solution_str: the response, for a reward of text.
-        ground_truth: the reward's `answer`; for an image its prompt, as verl-omni has it.
-        extra_info: further metadata; its `prompt` is the prompt (`JudgeManager` puts it there).
-        judge: name as in `visalign.rewards.load_text_reward`, or `load_reward` for images; `remote` with `url`
-            is a reward of `visalign serve-reward`.
-        solution_image: verl-omni's image, uint8 or float [C, H, W].
-        on_failure: "raise" stops the training with the reason; "nan" is for estimators of ours, which leave
-            such a sample out of its group.
-        **options: options of the reward.
+    `data_source` is not read. `solution_str` is a text reward's response, `ground_truth` its `answer`, or an image's
+    prompt; `extra_info` further metadata, with the `prompt`. `judge` is as in `load_text_reward`, or for
+    `solution_image` (uint8 or float [C, H, W]) `load_reward`, with `options`. `on_failure` "raise" stops the training,
+    "nan" is for estimators of ours.
     """
     for name in ("reward_router_address", "reward_model_tokenizer", "model_name"):  # verl's own
         options.pop(name, None)

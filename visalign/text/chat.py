@@ -113,8 +113,8 @@ class PromptEncoder:
     def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Return the token ids of each prompt, ready for the model to continue.
 
-        A conversation that ends with a message of the assistant is continued; after any other the header of
-        the assistant's turn is added. A plain text has at most one start token, and no end token behind it.
+        A last message of the assistant is continued; after another the header of its turn is added. A plain text has
+        at most one start token.
         """
         encoded = []
         for index, prompt in enumerate(prompts):

@@ -13,10 +13,9 @@ def decode(tokenizer: Any, ids: Sequence[int]) -> str:
 
 
 def completion_text(tokenizer: Any, ids: Sequence[int], *, ended: bool) -> str:
-    """Decode a completion without the tokenizer's start, end and padding tokens.
+    """Decode a completion without start, end and padding tokens; other special tokens may be a reward's tags.
 
-    With `ended` the last token ended it, and is left out if it is special. Other special tokens stay: they may
-    be the tags that a reward looks for.
+    With `ended` the last token is left out if it is special.
     """
     if ended and ids and not tokenizer.decode([ids[-1]], skip_special_tokens=True):
         ids = ids[:-1]

@@ -78,10 +78,9 @@ def kept_tokens(log_p: Tensor, sampling: Sampling) -> Tensor | None:
 
 
 def draw_tokens(log_p: Tensor, uniform: Tensor) -> Tensor:
-    """Draw one token per row by inversion: the first whose cumulative probability is above u.
+    """Draw the first token of each row whose cumulative probability is above u [N], float64 in [0, 1).
 
-    A sample's tokens depend on its own number u [N], float64 in [0, 1), and log-probs [N, V] alone. The ids
-    [N] have positive probability; −∞ excludes a token.
+    A sample depends on its own u and log-probs [N, V] alone; −∞ excludes a token.
     """
     cumulative = log_p.double().exp().cumsum(-1)  # float32 sums over a vocabulary drift
     total = cumulative[:, -1:]
@@ -123,10 +122,9 @@ def draw_seeds(seeds: int | Sequence[int], count: int) -> list[int]:
 
 
 def sample_uniforms(seeds: Sequence[int], length: int) -> Tensor:
-    """Draw the numbers [B, T] in [0, 1) that decide the tokens of B samples, row b by seeds[b].
+    """Draw numbers [B, T] in [0, 1) that decide tokens, row b by seeds[b], float64 on the CPU.
 
-    Equal seeds on one prompt give equal samples. The first n numbers do not depend on the length T, and none
-    on the device of the model: they are float64 on the CPU.
+    The first n do not depend on T.
     """
     uniform = torch.empty(len(seeds), length, dtype=torch.float64)
     for row, seed in zip(uniform, seeds, strict=True):

@@ -16,10 +16,10 @@ BETWEEN_PARTS = "\n\n"  # Text between two joined parts, as in mistral_common
 def template_messages(
     prompt: Prompt, where: str, *, reads_parts: bool = False, text_arguments: bool = False
 ) -> list[dict[str, Any]]:
-    """Return the messages of a prompt (a text is the message of a user) in the form that chat templates read.
+    """Return a prompt's messages as chat templates read them; `where` names it in messages.
 
-    Keys with None are dropped; `where` names the prompt in messages. Lists of text parts are joined unless the
-    template `reads_parts`, and arguments of tool calls become objects, or with `text_arguments` JSON texts.
+    Lists of text parts are joined unless the template `reads_parts`; arguments of tool calls become objects, or with
+    `text_arguments` JSON texts.
     """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     bad = [message for message in messages if not is_message(message)]

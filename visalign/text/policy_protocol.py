@@ -56,10 +56,9 @@ class TextPolicy(Protocol):
         group: Sequence[Hashable] | None = None,
         images: Sequence[Sequence[Any]] | None = None,
     ) -> TextRollout:
-        """Complete P prompts G times each: B = P·G samples, the samples of a prompt next to each other.
+        """Complete P prompts G times each: B = P·G samples, those of a prompt next to each other.
 
-        The seeds are one for the call, or B of them. `group` labels the P prompts, by default 0 to P − 1;
-        `images` are P lists of images in the prompts, for vision-language policies.
+        `seeds` is one or B; `group` labels the prompts, 0 to P − 1; `images` are P lists.
         """
         ...
 
@@ -71,10 +70,9 @@ class TextPolicy(Protocol):
         distribution: Distribution = "sampled",
         statistic: Callable[[Tensor], Tensor] | None = None,
     ) -> TokenOutput:
-        """Compute log-prob and entropy of the rollout's tokens, differentiable unless gradients are off.
+        """Compute log-prob and entropy of the tokens, differentiable unless gradients are off; rows None is all.
 
-        Rows None is all samples. `statistic` is a function of that distribution, [n, V] log-probs to [n],
-        called on chunks.
+        `statistic` maps [n, V] log-probs to [n], called on chunks.
         """
         ...
 

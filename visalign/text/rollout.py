@@ -101,9 +101,8 @@ class TextRollout:
     ) -> Trajectories:
         """Convert the rollout for the objective core; `more` are other fields of `Trajectories`.
 
-        `old_log_prob` [B, T] is recomputed under the weights that the update starts from, where other weights or
-        another engine sampled; the rollout's own then become `rollout_log_prob`, for the off-policy correction.
-        Samples that were not generated are never valid.
+        `old_log_prob` [B, T] is that of the weights that the update starts from; the rollout's own then become
+        `rollout_log_prob`. Samples that were not generated are never valid.
         """
         if self.sampling.greedy:
             raise UserError(
@@ -145,10 +144,9 @@ def undrawn_rollout(prompt_ids: Tensor, prompt_mask: Tensor, completion_ids: Ten
 
 
 def join_rollouts(rollouts: Sequence[TextRollout], *, length: int = 0) -> TextRollout:
-    """Concatenate rollouts, padded to the longest prompt and completion; group labels are kept.
+    """Concatenate rollouts of one `sampling`, padded to the longest; group labels are kept, and must differ.
 
-    All must have the same `sampling`, and groups of different rollouts different labels. The samples come in
-    order, without `routes`, their completions at least `length` tokens long.
+    The result has no `routes`, and completions of at least `length` tokens.
     """
     if len({rollout.sampling for rollout in rollouts}) != 1:
         raise ValueError("join_rollouts needs rollouts sampled in one way; train on others in separate steps.")

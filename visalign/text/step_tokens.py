@@ -33,10 +33,8 @@ class StepTokens:
 
 
 class StepEncoder:
-    """Tokenizer of prompts and steps.
-
-    A plain-text prompt follows the tokenizer's begin token, if it has one; a conversation goes through its
-    chat template, and the steps are the assistant's turn.
+    """Tokenizer of prompts and steps: a plain text follows the begin token, a conversation its chat template, whose
+    assistant's turn the steps are.
     """
 
     def __init__(self, tokenizer: Any, reading: StepReading) -> None:
@@ -71,10 +69,9 @@ class StepEncoder:
 
 
 def step_logits(model: nn.Module, batch: Sequence[StepTokens], *, right_label: int = 1) -> Tensor:
-    """Compute the log-odds [n] that each step of the texts, in order, is right, or its contribution; differentiable.
+    """Compute the log-odds [n] that each step of the texts is right, or its contribution; differentiable.
 
-    The model is a token classifier with `logits` [b, L, 2], of which `right_label` is "right", or [b, L, 1] of a
-    progress estimator. A bidirectional one sees later steps too.
+    The model gives `logits` [b, L, 2], of which `right_label` is "right", or [b, L, 1].
     """
     device = next(model.parameters()).device
     rows = [torch.tensor(tokens.ids) for tokens in batch]

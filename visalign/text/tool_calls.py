@@ -84,10 +84,9 @@ class ToolFailure:
 
 
 def ask_all(use: ToolUse, calls: Sequence[str]) -> dict[str, str | ToolFailure | None]:
-    """Answer calls, each distinct one once, `PARALLEL` at a time.
+    """Answer calls, each distinct one once, `PARALLEL` at a time; one fails that raises, is late, or gives no text.
 
-    A call fails if it raises, takes longer than `use.seconds`, or answers anything but text. A thread cannot
-    be stopped: a hanging one is left behind.
+    A thread cannot be stopped: a hanging one is left behind.
     """
     distinct = list(dict.fromkeys(calls))
     answers = run_all([partial(_ask, use, call) for call in distinct], use.seconds, use.name)

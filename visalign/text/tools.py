@@ -62,11 +62,9 @@ class _Sample:
 
 
 class ToolPolicy:
-    """Completions with a tool; has the signature of `TextPolicy.generate`.
+    """Completions with a tool, drawn by an engine whose `generate` continues from lists of tokens (`after`).
 
-    Every turn re-reads the prompt and the text so far. A sample's tokens follow from its prompt, its seed and
-    the tool's answers; up to its first call they are those of a completion without a tool. The engine draws the turns:
-    a `TextPolicy` or a server, whose `generate` continues from lists of tokens (`after`).
+    Every turn re-reads the prompt and the text so far. Tokens follow from prompt, seed and answers.
     """
 
     def __init__(self, engine: Any, tokenizer: Any, use: ToolUse | ChatTurns) -> None:
@@ -83,10 +81,9 @@ class ToolPolicy:
         group: Sequence[Hashable] | None = None,
         images: Sequence[Sequence[Any]] | None = None,
     ) -> TextRollout:
-        """Complete P prompts G times each, with a `ToolTrace` per sample.
+        """Complete P prompts G times each, with a `ToolTrace` per sample; answers count in the token limit.
 
-        The token limit counts tokens of answers too. A sample whose tool raised or was too slow has the stop
-        reason "tool failed".
+        A sample whose tool raised or was too slow has the stop reason "tool failed".
         """
         sample_seeds = draw_seeds(seeds, len(prompts) * num_generations)
         sampling, stopping = sampling or Sampling(), stopping or StoppingCriteria()

@@ -18,12 +18,10 @@ def check_window(side: Any) -> None:
 
 
 def seen_window(image: Tensor, side: int) -> Tensor:
-    """Return the `side` × `side` pixels of an image [3, H, W] (uint8, or float in [0, 1]) that hold all but
-    its plain border.
+    """Return the `side` × `side` pixels of an image [3, H, W] that hold all but its plain border, for an unscaled
+    read.
 
-    A model that takes `side` pixels then reads them unscaled. The image itself comes back where it is no
-    larger, where no color is that of three of its corners, where nothing differs from that color, and where
-    what differs does not fit.
+    The image itself comes back where it is no larger, has no ground (a color of three corners), or has more.
     """
     height, width = image.shape[1:]
     if max(height, width) <= side:

@@ -151,7 +151,7 @@ def test_refusals_of_what_is_given(folders, tmp_path):
     policy = PipelinePolicy.from_pretrained(folders["sd15"], lora=LoraSettings(rank=2))
     shutil.copytree(folders["sd15"] / "unet", tmp_path / "unet")
     (tmp_path / "model_index.json").write_bytes((folders["sd15"] / "model_index.json").read_bytes())
-    with pytest.raises(FileNotFoundError, match=r" lacks scheduler, text_encoder, tokenizer, vae\. Copy the missing"):
+    with pytest.raises(FileNotFoundError, match=r" lacks scheduler, text_encoder, tokenizer, vae\. Copy them"):
         PipelinePolicy.from_pretrained(tmp_path)
     with pytest.raises(TypeError, match="velocity got a list"):
         policy.velocity(torch.zeros(1, *policy.latent_shape), torch.tensor([0.5]), [1])  # type: ignore[arg-type]

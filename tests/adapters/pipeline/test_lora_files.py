@@ -165,7 +165,7 @@ def test_several_loras_are_summed_and_encoders_are_saved_again(tmp_path):
     ("keys", "message"),
     [
         (["lora_unet_a.dora_scale", "lora_unet_a.lora_up.weight"], r"is a DoRA \(keys"),
-        (["lora_unet_a.hada_w1_a"], r"is a LoHa .*Merge it into the model"),
+        (["lora_unet_a.hada_w1_a"], r"is a LoHa .*Merge it into its model"),
         (["lora_unet_a.lokr_w1"], r"is a LoKr "),
         (["emb_params"], r"is no LoRA: .*Give the file of a LoRA"),
         (["lora_unet_double_blocks_0_img_mlp_0.lora_up.weight"], r"StableDiffusionPipeline: .*LoRA of FLUX"),
@@ -215,7 +215,7 @@ def test_places_of_a_lora(tmp_path):
     (tmp_path / "cut" / "a.safetensors").write_bytes(b"\x80\x67" + bytes(6) + b'{"__metadata__": {"for')
     for path, message in (
         (tmp_path, r"holds a.safetensors, a:0.5.safetensors, b.safetensors\. Name the file"),
-        (tmp_path / "old.pt", r"ends in \.pt, and a LoRA is read from .safetensors alone"),
+        (tmp_path / "old.pt", r"is no .safetensors file"),
         (tmp_path / "c.safetensors", r"There is no LoRA .*c.safetensors\. Give a run folder"),
         (tmp_path / "cut", r"is no whole safetensors file .*cut off at 30 bytes"),
         (tmp_path / "run", r"holds no pytorch_lora_weights.safetensors .* when it ends"),

@@ -91,7 +91,7 @@ def test_the_packaged_tasks_have_pairs_and_votes(loss, kind, count):
         (
             [{"prompt": "a", "completion": "b", "label": n} for n in (True, False)],
             ("loss.row=kto",),
-            "data.train: Record 0 of 2 has no completion of another prompt",
+            "data.train: Record 0 of 2 has no other prompt's completion",
         ),
         ([], ("data.train=tasks:train", "data.size=1"), "all tasks have one answer, so no solution is wrong"),
     ],

@@ -115,7 +115,7 @@ LONG = {"prompt": "a", "completion": "b" * 60}
     [
         ([], "data.train: file of demonstrations .* has no record"),
         ([{"prompt": "a"}], "data.train: .* line 1 has no text in the field 'completion'"),
-        ([{"prompt": "a", "completion": "b"}, LONG], "data.train: 1 of 2 records are longer than the 48 tokens"),
+        ([{"prompt": "a", "completion": "b"}, LONG], "data.train: 1 of 2 records have more tokens than the 48"),
     ],
 )
 def test_demonstrations_that_cannot_be_used_are_refused_before_anything_is_written(records, message, inputs, tmp_path):

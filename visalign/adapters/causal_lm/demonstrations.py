@@ -38,11 +38,9 @@ def demonstration_rollout(
     *,
     answers: Sequence[Spans] | None = None,
 ) -> TextRollout:
-    """Put B given completions in the form of a rollout, so that `policy.log_probs` scores them: loss mask 1 on
-    the completions' tokens, log-probs and entropies 0, as nothing was drawn.
+    """Put B given completions, and the end token behind each, in the form of a rollout for `policy.log_probs`.
 
-    Behind each stands the end token that the chat template writes, or the tokenizer's after a plain text. `answers`
-    are B lists of the spans of a completion that a tool wrote: loss mask 0.
+    Their log-probs and entropies are 0. `answers` are B lists of spans that a tool wrote: loss mask 0.
     """
     ends = end_tokens(policy.model, policy.prompts, StoppingCriteria())
     encoded, pad = policy.encode(prompts), pad_id(policy.tokenizer, ends)

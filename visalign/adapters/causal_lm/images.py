@@ -98,11 +98,10 @@ class ImagePrompts:
         self._images = ImageProcessor(processor.image_processor)  # type: ignore[attr-defined]
 
     def encode(self, prompts: Sequence[Prompt], images: Sequence[Sequence[Any]] | None) -> EncodedPrompts:
-        """Encode prompts and images.
+        """Encode prompts and images; `images` are P lists, None is none at all.
 
-        An image stands in its part of a conversation, {"type": "image", "image": image}; or the part is
-        {"type": "image"} and takes the next one of the prompt's list. Plain text marks images by the
-        model's own image token. `images` are P lists, empty where a prompt has none; None is none at all.
+        A part {"type": "image", "image": image} holds its image, {"type": "image"} takes the next one of the list.
+        Plain text marks images by the model's own image token.
         """
         lists = [()] * len(prompts) if images is None else images
         if isinstance(images, str) or len(lists) != len(prompts):

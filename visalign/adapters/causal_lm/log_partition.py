@@ -15,10 +15,7 @@ from .policy import CausalLMPolicy
 
 
 class LogPartitionHead(nn.Module):
-    """log Z of [b, H] features: three linear layers with GELU and LayerNorm; 0 before training.
-
-    Source: FlowRL, arXiv 2509.15207, section 3.3 and appendix (a 3-layer perceptron of the mean hidden state
-        of the prompt).
+    """log Z of [b, H] features by three linear layers, 0 at first; FlowRL, arXiv 2509.15207, section 3.3 and appendix.
     """
 
     def __init__(self, hidden_size: int) -> None:
@@ -35,10 +32,9 @@ class LogPartitionHead(nn.Module):
 
 
 class PromptLogPartition:
-    """log Z of the prompts of a rollout: features of the policy, and a `head` [b, H] -> [b] that trains.
+    """log Z of a rollout's prompts by a trained `head` [b, H] -> [b] on their mean last hidden state.
 
-    The features are taken without gradient: the residual of trajectory balance must not move the policy by
-    way of log Z. They are the last layer's hidden states, averaged over the prompt.
+    The features carry no gradient: trajectory balance must not move the policy by way of log Z.
     """
 
     def __init__(self, policy: CausalLMPolicy, *, seed: int = 0) -> None:

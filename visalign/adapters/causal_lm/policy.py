@@ -122,10 +122,9 @@ class CausalLMPolicy:
         device: torch.device | str = "cpu",
         **options: Any,
     ) -> CausalLMPolicy:
-        """Load a model with its tokenizer or processor, from a folder as `save_pretrained` writes it or as
-        `owner/name` from the hub, and make it a policy; `options` are of the constructor.
+        """Load a model and tokenizer or processor from a folder or the hub; `options` are of the constructor.
 
-        `dtype` is of the frozen weights (and of all weights in full fine-tuning); adapters are always float32.
+        `dtype` is of the frozen weights (of all in full fine-tuning); adapters are float32.
         """
         loaded: Any = load_causal_lm(folder_or_id, dtype=dtype)
         return cls(loaded[0].to(device), loaded[1], **options)

@@ -237,12 +237,10 @@ class PipelineCall:
 
 
 class CachedLookups:
-    """Caches these properties while a pipeline is called.
+    """Caches properties that walk through all modules for hooks, five to ten times a call.
 
-    They walk through all modules for hooks (of offloading, of casting layer by layer), five to ten times a
-    call, which takes the longer the larger the model is. The cached value is diffusers' own, except the dtype
-    of a network in 4 bits (`dtype_of`), until the weights move or change their dtype; hooks must be there
-    before the pipeline becomes a policy. Outside of the call each class is its own.
+    Values are diffusers' own, but the dtype of a network in 4 bits (`dtype_of`), until the weights move or change
+    dtype. Hooks must be there before the pipeline becomes a policy.
     """
 
     def __init__(self, pipe: Any, networks: Mapping[str, Any]) -> None:

@@ -22,10 +22,9 @@ from .families import Family
 
 @contextmanager
 def silent(pipe: Any = None, level: int = logging.ERROR) -> Iterator[None]:
-    """Silence diffusers below `level` inside the block, or a classic `pipe` entirely; exceptions pass.
+    """Silence diffusers below `level` inside the block, or a `pipe` entirely; exceptions pass.
 
-    Of a pipeline with many calls only its own logger is switched: a level for all of diffusers empties every
-    logger's cache.
+    Of a pipe only its own logger is switched, as a level for all of diffusers empties every logger's cache.
     """
     if pipe is None or hasattr(pipe, "blocks"):  # blocks of a modular one speak for themselves
         logger = logging.getLogger("diffusers")
@@ -44,8 +43,8 @@ def silent(pipe: Any = None, level: int = logging.ERROR) -> Iterator[None]:
 class Halves:
     """Wraps the `forward` of a pipeline's networks while a velocity is computed, and counts passes in latents.
 
-    Guidance needs no gradient through its unconditional half. Two calls are told apart by their order; both
-    halves in one batch are split, with gradient and without, so that a replay takes the rollout's path.
+    The unconditional half has no gradient. Two calls are told apart by order; one batch of both is split, also without
+    gradient, so that a replay takes the rollout's path.
     """
 
     def __init__(self, networks: Mapping[str, Any], family: Family, count: ForwardCount) -> None:

@@ -32,10 +32,9 @@ def load_pipeline(
     offload: bool = False,
     **quantized: Any,
 ) -> Any:
-    """Load the parts that the index lists: from the single file what it holds, all others from the folder.
+    """Load the parts that the index lists, from the single file or else the folder, but those `absent`.
 
-    `dtypes` maps parts to dtypes ("default": all others), `absent` are parts to leave out besides those that the index
-    leaves out, and `quantized` comes from `quantization_of`.
+    `dtypes` maps parts to dtypes ("default": all others); `quantized` comes from `quantization_of`.
     """
     kind, folder = str(index["_class_name"]), Path(source.folder)
     listed = {name for name, entry in index.items() if isinstance(entry, list) and any(entry)} - {*absent}

@@ -88,11 +88,9 @@ def _unused(names: Iterable[str], pattern: str | None) -> set[str]:
 
 
 def save_lora(pipeline: Any, networks: Mapping[str, Any], folder: Path, start: LoraStart | None = None) -> None:
-    """Write the adapters so that `loading_code` restores them with their rank and alpha.
+    """Write the adapters, text encoders' too, so that `loading_code` restores them with rank and alpha.
 
-    The folder gets `pytorch_lora_weights.safetensors`, and where the class `pipeline` has no loader a folder `peft`
-    with the same in peft's format; a second network's go into a folder of its name. Layers of text encoders that
-    training started from are written too.
+    Where the class `pipeline` has no loader a folder `peft` is added; a second network's have a folder of its name.
     """
     encoders = _encoder_arguments(pipeline, {} if start is None else start.encoders)
     for part, (name, subfolder) in _places(networks, folder).items():
@@ -130,10 +128,8 @@ def _encoder_arguments(pipeline: Any, encoders: Adapters) -> dict[str, Any]:
 
 
 def loading_code(kind: str, parts: Sequence[str], folder: str | Path) -> str:
-    """Return the Python that loads what `save_lora` wrote into a pipeline `pipe` of the class `kind`.
-
-    diffusers has no loader for PixArt and PRX, and one for HunyuanImage's network only: peft reads their
-    adapters, by `from peft import PeftModel`.
+    """Return the Python that loads `save_lora`'s files into a `pipe` of the class `kind`, by peft where diffusers has
+    no loader (PixArt, PRX, HunyuanImage).
     """
     lines = []
     for part, (first, subfolder) in _places(dict.fromkeys(parts), Path(folder)).items():
@@ -191,8 +187,7 @@ class LoraStart:
 def start_from_loras(pipe: Any, networks: Sequence[str], loras: LoraPaths, settings: LoraSettings | None) -> LoraStart:
     """Read LoRAs (PATH or PATH:WEIGHT), fuse their layers of text encoders, and join those of the networks.
 
-    One LoRA keeps its rank and its weights. Several, or one of several ranks, become one whose rank is the
-    largest sum, with scale 1. A LoRA without layers of the networks leaves `settings` as they are.
+    One keeps its rank and weights; several become one whose rank is the largest sum, with scale 1.
     """
     pairs = [parse_lora(lora) for lora in ([loras] if isinstance(loras, str | Path) else loras)]
     joined: dict[str, dict[str, list[Adapter]]] = {}

@@ -68,10 +68,8 @@ _JOINED = {
 
 
 def export_lora(folder: Path, file: Path, family: str | None) -> int:
-    """Write the LoRA that a run saved to a .safetensors file under the keys that ComfyUI reads, for U-Nets and FLUX.1
-    kohya's, which A1111 and Forge read too; return the number of layers.
-
-    `family` None: a U-Net or FLUX.1, recognised by its layers.
+    """Write a run's LoRA to a .safetensors file that ComfyUI reads, for U-Nets and FLUX.1 A1111 and Forge too; return
+    its number of layers. `family` None: by its layers.
     """
     saved, metadata = read_lora(folder)
     part = next((name.partition(".")[0] for name in saved if name.startswith(("unet.", "transformer."))), "")

@@ -92,10 +92,8 @@ def dtype_of(network: Any) -> torch.dtype:
 
 
 def keep_rounded(network: Any) -> None:
-    """Let frozen layers of torchao keep their rounded weights for the backward, in place.
-
-    Their own linear has autograd keep a copy of each weight in the dtype of its input, of all layers at once,
-    which is more than was saved by rounding.
+    """Let frozen layers of torchao keep rounded weights for the backward, in place; theirs keep a copy in the input's
+    dtype, of all layers at once.
     """
     for module in network.modules():
         if isinstance(module, nn.Linear) and is_traceable_wrapper_subclass(module.weight):

@@ -86,8 +86,7 @@ class HandingFlow(_Handing, FlowMatchEulerDiscreteScheduler):
 class HandingNoise(_Handing, DDIMScheduler):
     """For pipelines that predict noise (or v, or the clean latent) on a variance-preserving path.
 
-    The last level is 0, the clean latent itself (DDIM's `set_alpha_to_one`): a pipeline whose scheduler stops
-    at the first training step's noise ends that much earlier.
+    The last level is 0, the clean latent, where others stop at the first training step's noise.
     """
 
     @property

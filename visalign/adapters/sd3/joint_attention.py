@@ -22,10 +22,9 @@ from torch import Tensor
 
 
 def collapse_null_tokens(prompt_embeds: Tensor) -> tuple[Tensor, Tensor]:
-    """Keep one token of the trailing run of all-zero tokens of a context [B, L, D]; a run is null in the whole batch.
+    """Keep one token of the batch's trailing run of all-zero tokens of a context [B, L, D].
 
-    Returns the context [B, L', D] and the log-multiplicity [L'] float32 of its tokens: log n of the null
-    token, else 0.
+    Returns the context [B, L', D] and its tokens' log-multiplicity [L'] float32.
     """
     length = prompt_embeds.shape[1]
     occupied = prompt_embeds.detach().ne(0).any(dim=-1).any(dim=0).nonzero()
@@ -45,10 +44,8 @@ the fused kernel's time at 29 keys, 0.6 at 64, 0.8 at 128, 1.1 at 256; it keeps 
 class WeightedJointAttention:
     """Attention processor for SD3 whose context tokens may stand for several equal ones.
 
-    The weights arrive as `joint_attention_kwargs={"context_log_multiplicity": [L']}` in the transformer's
-    forward; left out, the processor equals diffusers' `JointAttnProcessor2_0`. Attention without context (the
-    second one of SD3.5's dual blocks) ignores them. On CUDA they are rounded to the dtype of the queries, as
-    the fused kernels demand; in bfloat16 that is 1.4 % of the weight of a token that stands for 256.
+    Weights are `joint_attention_kwargs={"context_log_multiplicity": [L']}` of the transformer's forward. On CUDA fused
+    kernels want the queries' dtype: bfloat16 rounds the weight of 256 tokens by 1.4 %.
     """
 
     def __call__(
@@ -100,10 +97,10 @@ def _heads(x: Tensor, projections: Sequence[Any], norms: Sequence[Any], heads: i
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
-    """softmax(q kᵀ / √d + bias) v, [B, heads, N, d] each: written out on the CPU where the tokens are few.
+    """Attend, softmax(q kᵀ / √d + bias) v, [B, heads, N, d]; written out on the CPU for few tokens, four times as
+    fast.
 
-    torch's fused CPU kernel takes four times as long there with its backward. Which one runs depends on the
-    shape alone, so that a replay takes the path of its rollout.
+    The shape alone decides, so that a replay takes its rollout's path.
     """
     if query.device.type != "cpu" or key.shape[2] > SHORT:
         return F.scaled_dot_product_attention(query, key, value, attn_mask=bias)

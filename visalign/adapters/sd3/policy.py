@@ -45,14 +45,10 @@ T5_PARTS = ("text_encoder_3", "tokenizer_3")
 class SD3Policy(DiffusersPolicy):
     """An SD3 pipeline as the algorithms see it; see `visalign.interfaces.DiffusionPolicy`.
 
-    Sampling with `velocity`, `sigmas` and Euler steps gives the images of `pipe(...)` at the same start
-    noise. With LoRA the transformer is frozen but for float32 adapters, and the reference is the model
-    without them. Without, all of the transformer is trained in float32, and the reference is a copy of it (one
-    more transformer in memory); weights of 16 bits are computed with under autocast in their dtype, since
-    AdamW's steps are smaller than their spacing. The transformer is changed in place.
-
-    The arguments are those of `PipelinePolicy`. `guidance` is w, 1 for none as in diffusers, `max_sequence_length` the
-    length of the T5 part of the context. With bfloat16 the decoder, too, runs under `autocast`.
+    `velocity`, `sigmas` and Euler steps give the images of `pipe(...)` at the same noise. Training is as in
+    `PipelinePolicy`, whose arguments it has; full fine-tuning of 16-bit weights is in float32 under autocast.
+    `guidance` is w, 1 for none, `max_sequence_length` that of T5. With bfloat16 the decoder, too, runs under
+    `autocast`.
     """
 
     prediction: Prediction = "velocity"
@@ -123,8 +119,7 @@ class SD3Policy(DiffusersPolicy):
     ) -> SD3Policy:
         """Load a pipeline from a folder, a file or the hub as a policy; wrong folders are refused before loading.
 
-        The arguments are those of `PipelinePolicy.from_pretrained`, and `use_t5`: False leaves the third text encoder
-        out (9 GB less for SD3.5). `options` are of the constructor.
+        Arguments are `PipelinePolicy.from_pretrained`'s, and `use_t5`: False saves 9 GB of SD3.5's.
         """
         adapters = options.get("lora") is not None or options.get("lora_path") is not None
         quantized = quantization_of(quantization, ["transformer"], dtype, adapters=adapters)

@@ -166,10 +166,9 @@ def _read_set(
 def find_end(
     ids: list[int], finish: str, request: CompletionRequest, decode: Callable[[list[int]], str]
 ) -> tuple[int, StopReason]:
-    """Return the number of tokens to keep and the stop reason, by the rules of `StoppingCriteria`, even if
-    the server sampled on; `finish` is the server's reason.
+    """Return the number of tokens to keep and the stop reason, by `StoppingCriteria`; `finish` is the server's.
 
-    Cutting at the first end changes no probability, since it depends only on the tokens up to it.
+    A token's probability depends on earlier ones alone, so cutting changes none.
     """
     strings = request.stopping.strings
     end = next((n for n, token in enumerate(ids, 1) if token in request.ends), len(ids) + 1)
@@ -216,8 +215,7 @@ def check_sampling(sampling: Sampling, mode: LogprobsMode, max_logprobs: int) ->
 
 
 def check_processed(connection: ServerConnection, model: str, prompt: list[int]) -> bool:
-    """Probe whether log-probs follow the temperature, by one token at temperature 1 and one at 2; False if
-    the tokens are about equally probable, so that the probe cannot tell.
+    """Probe whether log-probs follow the temperature (1 and 2); False if two tokens are about equally probable.
 
     Processed log-probs of two tokens differ half as much at temperature 2, raw ones equally.
     """

@@ -88,10 +88,9 @@ class ServerGenerator:
         images: Sequence[Sequence[Any]] | None = None,
         after: Sequence[Sequence[int]] | None = None,
     ) -> TextRollout:
-        """Complete P prompts G times each, as `CausalLMPolicy.generate` does; images are refused.
+        """Complete P prompts G times each, as `CausalLMPolicy.generate` does, without images, a request per sample.
 
-        Each sample is a request with its own seed; whether a seed repeats its completion is up to the server. NaN in
-        the rollout: `entropy` without top_k, `full_log_prob` with it; the policy's `log_probs` gives its own entropy.
+        NaN in the rollout: `entropy` without top_k, `full_log_prob` with it.
         """
         policy, sampling, stopping = self._policy, sampling or Sampling(), stopping or StoppingCriteria()
         check_sampling(sampling, self.logprobs_mode, self.max_logprobs)
@@ -114,11 +113,9 @@ class ServerGenerator:
         return assemble_rollout(batch, completions, self.tokenizer, sampling, pad_id(self.tokenizer, ends))
 
     def sync(self, folder: str | Path, *, server_folder: str | None = None) -> str:
-        """Let a vLLM server load the LoRA adapter that `policy.save(folder)` wrote, and generate with it;
-        returns its name on the server, from now on `model`.
+        """Let vLLM load the LoRA adapter in `folder` (on the server `server_folder`), and return its name.
 
-        The previous adapter is unloaded. Keep the folder until the next `sync`: a restarted server is given
-        it again. `server_folder` is the path of the same folder on the server, if it differs.
+        The previous adapter is unloaded. Keep the folder: a restarted server is given it again.
         """
         name = adapter_name(Path(folder))
         if name == self.model:

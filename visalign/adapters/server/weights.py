@@ -16,11 +16,7 @@ from visalign.remote import ServerConnection, ServerError
 
 
 def adapter_name(folder: Path) -> str:
-    """Name an adapter by a hash of its files, so that a resumed run finds its adapter again.
-
-    vLLM's prefix cache goes by the adapter's name: a fixed name would return results of earlier weights
-    (vllm-project/vllm, issues 30931 and 42125).
-    """
+    """Name an adapter by a hash of its files: vLLM's prefix cache goes by the name (vllm issues 30931, 42125)."""
     digest = hashlib.sha256()
     for file in (folder / "adapter_config.json", folder / "adapter_model.safetensors"):
         if not file.is_file():
@@ -35,10 +31,9 @@ def adapter_name(folder: Path) -> str:
 
 @contextmanager
 def replace_weights(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder to write weights into; at the end its files replace the weights in `folder`.
+    """Yield a temporary folder whose files then replace those in `folder`, one by one, so that none is half written.
 
-    Files are renamed one by one, so that none is ever half written. The folder itself stays, since a server
-    in a container may have it mounted.
+    The folder itself stays: a server in a container may have it mounted.
     """
     temporary = folder / ".writing"
     shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process

@@ -28,8 +28,7 @@ _SHORT = {"id", "annotation_id", "created_at", "updated_at", "lead_time", "annot
 def split_annotations(path: Path, rows: Iterable[tuple[int, Row]]) -> Iterator[tuple[int, Row]]:
     """Split tasks of Label Studio and records of Argilla into a row per annotator; pass other rows on.
 
-    An only rating becomes `mos`, an only choice of a side `label`; more than one keep the names of their questions.
-    One image is `image`, two are `image_left` and `image_right`.
+    An only rating becomes `mos`, an only choice of a side `label`; several keep their questions' names.
     """
     tasks = answered = 0
     for number, row in rows:

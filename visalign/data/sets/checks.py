@@ -32,11 +32,9 @@ class Finding:
 
 
 def check_preferences(pairs: PreferenceSet, *, files: bool = True, judge_sees_sides: bool = False) -> list[Finding]:
-    """Refuse sets on which a number would mean nothing; report what else is odd.
+    """Refuse sets on which a number would mean nothing, or whose `files` are missing; report what else is odd.
 
-    That is: winners all on one side (refused where `judge_sees_sides`, both images at once), repeated rows,
-    rows that contradict an earlier one, images compared with themselves, ties. With `files` the images will
-    be opened, so missing ones are refused now.
+    Winners on one side (refused where `judge_sees_sides`), repeats, contradictions, equal images, ties.
     """
     _refuse_leaks(
         pairs.name,
@@ -120,10 +118,9 @@ def refuse_shared_images(sets: Mapping[str, Iterable[str]], *, what: str) -> Non
 
 
 def without_duplicates(pairs: PreferenceSet) -> PreferenceSet:
-    """Drop rows that repeat an earlier row, mirrored or not.
+    """Drop rows that repeat an earlier row, mirrored or not: the same vote of an annotator, or the same tally.
 
-    A repeat is the same vote of the same annotator, or the same tally of votes. Rows with a single label and
-    without an annotator may be people who agree: they are all kept, as are rows that contradict each other.
+    Rows with a single label and no annotator may be people who agree: they are kept.
     """
     keys, indices = set(), []
     for index, pair in enumerate(pairs.pairs):

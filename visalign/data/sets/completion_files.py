@@ -70,8 +70,8 @@ def load_votes(
 ) -> JudgedCompletions:
     """Load completions with a vote each, from a file as `load_pairs` reads it.
 
-    Its columns are prompt, completion, label (true is good); or prompt, chosen, rejected, where each pair
-    becomes two votes; or prompt, completion, reward, where a good completion has at least the threshold.
+    Columns: prompt, completion, label (true is good); or prompt, chosen, rejected (two votes); or prompt, completion,
+    reward (good from the threshold).
     """
     votes: list[NumberedRecord] = []
     for number, row in _read(path, (VOTE, PAIR, SCORED), "votes", names):
@@ -96,9 +96,8 @@ def load_rankings(
 ) -> JudgedCompletions:
     """Load prompts with completions and their scores (higher is better), from a file as `load_pairs` reads it.
 
-    Its columns are prompt, chosen, rejected, whose scores are 1 and 0; or prompt, completion, and reward or label, a
-    row for each completion; or prompt, completions, and scores or ranks (1 the best), a row for each prompt; or
-    those of UltraFeedback. A pair keeps its "margin". Equal completions of a prompt become one of their mean score.
+    Columns: prompt, chosen, rejected (1 and 0, with "margin"); or prompt, completion, and reward or label; or prompt,
+    completions, and scores or ranks (1 the best); or UltraFeedback's. Equal completions become one of their mean.
     """
     rows = _read(path, (PAIR, RANKED, SCORED, VOTE), "rankings", names)
     usable = _drop_unusable(path, rows, drop=unusable == "drop")

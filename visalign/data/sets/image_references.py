@@ -38,9 +38,8 @@ def parquet_reference(path: str | Path, column: str, row: int) -> str:
 def refer_to_images(path: str | Path, number: int, row: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """Replace the images inside a renamed row by references, so that a large table fits into the memory.
 
-    Images inside are {"bytes", "path"} as the datasets library writes them, whose path stands where there are no
-    bytes. In columns whose name begins with "image" they may also be bytes, have further fields, or be a list of one.
-    `names` are the table's names of our columns.
+    Images are {"bytes", "path"}; in columns that begin with "image" also bytes, or a list of one. `names` are the
+    table's names of our columns.
     """
     cells = dict(row)
     for name, cell in row.items():

@@ -29,10 +29,8 @@ Fields = Iterator[tuple[int, dict[str, Any]]]
 def load_layout(
     layout: str, folder: str | Path, *, split: str | None = None, limit: int | None = None
 ) -> PreferenceSet | QualitySet:
-    """Load at most `limit` records of a published set in its folder layout.
-
-    `layout` is a key of `PAIR_LAYOUTS`, whose default split is "test", or of `QUALITY_LAYOUTS`, of which some have
-    splits; the folder is the results file for `geneval`.
+    """Load at most `limit` records of a published set: of `PAIR_LAYOUTS` (split "test" by default) or
+    `QUALITY_LAYOUTS`; the folder is the results file for `geneval`.
     """
     source, records = f"{layout} in '{folder}'", []
     if layout in PAIR_LAYOUTS:

@@ -47,10 +47,8 @@ class PreferencePair:
         return self.prompt or " ".join(sorted((self.image_left, self.image_right)))
 
     def swapped(self) -> PreferencePair:
-        """Exchange the sides, also in the columns of `extra` that have sides.
-
-        NAME_left and NAME_right change places; of a probability for the left image, NAME_prob, so do its two
-        orders where NAME_prob_swapped is there, and else it becomes 1 − p.
+        """Exchange the sides, also in `extra`: NAME_left and NAME_right change places, NAME_prob becomes 1 − p, or
+        changes places with NAME_prob_swapped.
         """
         return replace(
             self,
@@ -135,8 +133,7 @@ class QualitySet(_Rows):
     def groups(self) -> tuple[int, ...]:
         """[N] group of each image for resampling: images linked by a shared prompt or reference.
 
-        A prompt or reference that all images share separates nothing and is ignored. Where each prompt comes
-        with each reference, so that all images are linked, the column with fewer values gives the groups.
+        One that all images share is ignored; where all are linked, the column with fewer values gives the groups.
         """
         images = [record.image for record in self.records]
         prompts, references = [r.prompt or None for r in self.records], [r.reference for r in self.records]

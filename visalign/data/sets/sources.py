@@ -198,11 +198,10 @@ def _read_set(
 
 
 def join_scores(source: PreferenceSet | QualitySet, path: str | Path) -> PreferenceSet | QualitySet:
-    """Add the scores of another table to a set, image by image.
+    """Add the scores of another table to a set, image by image; no existing column is replaced.
 
-    The table names images in `image`, and scores in columns of their own; or it is what `visalign score`
-    writes (image, reward, value). Images match by path, or by file name where that is unique. Pairs
-    get NAME_left and NAME_right, images NAME; no existing column is replaced.
+    The table is what `visalign score` writes (image, reward, value), or has a column per score. Images match by path,
+    or a file name that is unique. Pairs get NAME_left and NAME_right, images NAME.
     """
     scores, full_paths = _scores_by_image(Path(path))
     by_name: dict[str, list[str]] = {}
@@ -258,10 +257,9 @@ def _scores_by_image(path: Path) -> tuple[dict[str, Row], dict[str, str]]:
 
 
 def shapes_pairs(count: int, *, seed: int = 0, split: str = "heldout") -> PreferenceSet:
-    """Generate voted pairs of the shapes world ("train" or "heldout"); images are drawn when they are opened.
+    """Generate voted pairs of the shapes world; images are drawn when they are opened.
 
-    The generators are drawing styles; `extra` has the true utilities, the kind of difference, GenEval's
-    record, and a teacher's reason.
+    `extra` has the true utilities, the kind of difference, GenEval's record, and a teacher's reason.
     """
     _check_count(count)
     source = ShapesPreferences(seed, split=split)

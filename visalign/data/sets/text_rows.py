@@ -40,10 +40,9 @@ def split_pair(row: Row) -> Row:
 
 
 def refer_to_texts(row: Row) -> Row:
-    """Name the completions of a row as images are named; rows of images stay as they are.
+    """Name the completions of a row as images are named; a reward next to one is its mos.
 
-    A completion is the image, and a reward next to it its mos. Chosen and rejected are the left and the right image,
-    or by a hash of the row the right and the left one, so that no side always wins.
+    Chosen and rejected are left and right, or the reverse, by a hash of the row.
     """
     if "image" in row or "image_left" in row:
         return row

@@ -104,13 +104,8 @@ def annotator_noise(scene: Scene) -> float:
 class ShapesPreferences:
     """Generator of endless pairs and rated images; number n is a function of (seed, split, n) alone.
 
-    Args:
-        seed: Random seed.
-        split: "train" or "heldout", whose prompts have no combination in common.
-        annotators: Votes per pair.
-        kinds: Differences of the pairs, any of KINDS, each equally often.
-        surroundings: Share in [0, 1] of images on other grounds, with specks or on a canvas (`surround`);
-            images of a pair have the same ground and canvas, or each its own. All else is as at 0.
+    `annotators` vote on a pair; `kinds` are differences of KINDS, each equally often; `surroundings` is the share of
+    images on other grounds, with specks or on a canvas (`surround`).
     """
 
     def __init__(

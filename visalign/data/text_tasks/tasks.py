@@ -173,11 +173,10 @@ def check_answer(completion: str, record: Mapping[str, Any]) -> tuple[bool, str]
 
 
 def canonical_answer(completion: str, record: Mapping[str, Any]) -> str | None:
-    """Write a right answer in one fixed form, so that equal answers are equal texts; None for a wrong one.
+    """Write a right answer in one form, so that equal answers are equal texts ("5, 7" and "7,5" split 12); None if
+    wrong.
 
-    "5, 7" and "7,5" split 12 into the same two numbers; two orders of a list are two answers to "shuffle".
-    Counting the different values over many completions measures the diversity of right answers (as FlowRL,
-    arXiv 2509.15207, claims to keep it).
+    Counting them measures the diversity of right answers (FlowRL, arXiv 2509.15207).
     """
     return _judge(completion, record)[0]
 
