@@ -140,7 +140,7 @@ def test_images_of_another_rollout_are_refused(shared) -> None:
 def test_a_model_without_its_processor_reads_text_alone(tmp_path) -> None:
     blind = CausalLMPolicy(tiny_seeing_model(), tiny_seeing_tokenizer())
     assert torch.equal(answer(blind, "hello").log_prob, answer(policy(), "hello").log_prob), "text needs no processor"
-    message = r"Qwen2VLForConditionalGeneration is used as a text policy .* build it with a vision-language model's processor"
+    message = r"Qwen2VLForConditionalGeneration is used as a text policy .* build it with"
     with pytest.raises(UserError, match=message):
         answer(blind, "hello", [make_image(8, 8)])
     with pytest.raises(UserError, match=message):

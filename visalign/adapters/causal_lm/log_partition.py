@@ -15,8 +15,7 @@ from .policy import CausalLMPolicy
 
 
 class LogPartitionHead(nn.Module):
-    """log Z of [b, H] features by three linear layers, 0 at first; FlowRL, arXiv 2509.15207, section 3.3 and appendix.
-    """
+    """log Z of [b, H] features by three linear layers, at first 0: FlowRL, arXiv 2509.15207, section 3.3."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()

@@ -96,8 +96,7 @@ def _texture(seed: int) -> np.ndarray:
 
 
 def _distort(canvas: np.ndarray, distortion: Distortion, seed: int) -> np.ndarray:
-    """Apply a distortion at severity s: blur 2.5 s pixels, noise 0.25 s, JPEG quality 90 − 85 s, contrast 1 − 0.85 s.
-    """
+    """Distort at severity s: blur 2.5 s pixels, noise 0.25 s, JPEG quality 90 − 85 s, contrast 1 − 0.85 s."""
     kind, severity = distortion.kind, distortion.severity
     if kind == "blur" and severity > 0.0:
         canvas = ndimage.gaussian_filter(canvas, (2.5 * severity, 2.5 * severity, 0.0))
