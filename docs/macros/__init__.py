@@ -14,6 +14,7 @@ from .catalogues import (
     published,
     refusals,
     regressions,
+    suites,
     text_rewards,
     trl_names,
 )
@@ -34,6 +35,7 @@ _GROUPS = (
         published,
         refusals,
         regressions,
+        suites,
         text_rewards,
         trl_names,
     ),

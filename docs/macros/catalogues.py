@@ -47,6 +47,19 @@ def judges() -> str:
     return table(("name", "what it is", "unit", "offers", "packaged model"), rows)
 
 
+def suites() -> str:
+    """Build the table of the suites of `visalign bench`."""
+    from visalign.pipelines.bench.suites import read_suite, suite_files
+
+    rows = []
+    for name in suite_files():
+        suite = read_suite(name)
+        use = code(name if suite.prompts else f"{name}:FILE")
+        rules = ", ".join(code(reward) for reward in suite.rewards) or "none"
+        rows.append((use, suite.title, rules, suite.licence, suite.source, suite.people))
+    return table(("--suite", "prompts", "rule", "licence", "from", "agreement with people"), rows)
+
+
 def families() -> str:
     """Build the table of diffusers pipeline families."""
     from visalign.adapters.pipeline.families import FAMILIES

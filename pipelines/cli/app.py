@@ -18,6 +18,7 @@ from typer import Argument, Exit, Option, Typer, echo
 from visalign.errors import UserError
 from visalign.versions import visalign_version
 
+from .bench import bench
 from .collect import collect
 from .compare import agree, compare, rank
 from .diagnose import diagnose
@@ -289,6 +290,7 @@ def serve_reward(
 
 
 command(EVALUATE, "evaluate pairs.jsonl -r hpsv3 -r clip_score --output agreement")(evaluate)
+command(EVALUATE, "bench shapes-sd3 runs/flow --suite world --output runs/bench")(bench)
 command(EVALUATE, "agree shapes:pairs --limit 200 -r clip_score -r saturation --output agree")(agree)
 command(EVALUATE, "probe-reward clip_score --count 64 --output probe")(probe_reward)
 command(EVALUATE, "diagnose runs/text --samples 32")(diagnose)

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""VQAScore's one question about the prompt, and GenEval 2's questions about its parts (Soft-TIFA).
+"""VQAScore's one question about the prompt, and questions about its parts: GenEval 2's (Soft-TIFA), DPG-Bench's graph.
 
 Sources: VQAScore, Lin et al., arXiv 2404.01291: P("Yes" | image, question) over the whole vocabulary. GenEval 2,
 Kamath et al., arXiv 2512.16853: Soft-TIFA, the geometric (the benchmark's) or arithmetic mean over the questions of a
 prompt of the probability of the right answer. github.com/facebookresearch/GenEval2, evaluation.py: its own question
 for VQAScore, and the spellings, of which it adds the first tokens, repeats included: of a tokenizer that splits " 4"
-it counts the space, and of "seventy" the word "other".
+it counts the space, and of "seventy" the word "other". The graph of questions: Davidsonian Scene Graph, Cho et al.,
+arXiv 2310.18235, as DPG-Bench, Hu et al., arXiv 2403.05135, uses it (github.com/TencentQQGYLab/ELLA,
+dpg_bench/compute_dpg_bench.py, which drops the first row of its table).
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ from visalign.rewards.vlm.template import Template, question
 
 _NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 
+DENIED = ("No", "no", " no", " No")
 AFFIRMED = ("Yes", "yes", " yes", " Yes")  # Spellings of yes in GenEval 2's code
 SHOWS = question("vqa_score", 'Does this figure show "{prompt}"? Please answer Yes or No.')
 GENEVAL2 = question("vqa_score", 'Does this image show "{prompt}"? Answer the question with Yes or No.')
 ONE_WORD = question("soft_tifa", "{question} Answer in one word.")
+YES_OR_NO = question("question_graph", "{question} Please answer Yes or No.")
 
 
 class _NextWordJudge(EngineJudge):
@@ -191,3 +195,65 @@ def _read_questions(record: Mapping[str, Any] | None) -> list[tuple[str, str]]:
         if isinstance(pair, str) or len(pair) != 2 or not all(isinstance(p, str) and p.strip() for p in pair):
             raise ValueError(f'its "vqa_list" holds {pair!r:.60}, which is no [question, answer]')
     return [(wording, answer) for wording, answer in pairs]
+
+
+class QuestionGraph(_NextWordJudge):
+    """Share of a record's questions that are answered yes; one below a question that is answered no counts as no.
+
+    The questions are the record's "question_graph", [{"id", "question", "parents": [ids]}, ...], as `visalign bench`
+    reads them from DPG-Bench's table. A question is answered yes where Yes is likelier than No. `text` names the first
+    that counts as no.
+
+    Args:
+        template: replaces the folder's "question_graph", or ours; has {question}.
+    """
+
+    name = "question_graph"
+
+    def __init__(
+        self, model: Any, *, template: Template | None = None, device: str | torch.device = "cpu", **loading: Any
+    ) -> None:
+        super().__init__(model, YES_OR_NO, template, device=device, **loading)
+        self._yes, self._no = (self.engine.token_ids(words, skip_missing=True) for words in (AFFIRMED, DENIED))
+        self.options = {}
+
+    def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
+        """Score B images by their records; the prompt is ignored."""
+        request = read_request(self.name, images, prompts, metadata)
+        reasons, queries = list(request.images.reasons), list[Query]()
+        graphs: dict[int, dict[int, tuple[str, list[int]]]] = {}
+        for row, image in request.images.readable():
+            try:
+                graphs[row] = _read_graph(request.metadata[row])
+            except ValueError as error:
+                reasons[row] = str(error)
+                continue
+            queries += [
+                Query(images=[image], prompt=text, fields={"question": text}) for text, _ in graphs[row].values()
+            ]
+        prob, answer_reasons = self._probabilities(queries, [*self._yes, *self._no])
+        yes, no = (part.sum(1) for part in prob.split((len(self._yes), len(self._no)), 1))
+        answers = zip((yes > no).tolist(), answer_reasons, strict=True)
+        value, texts = torch.full((len(request),), torch.nan), [""] * len(request)
+        for row, graph in graphs.items():
+            is_yes, graph_reasons = zip(*(next(answers) for _ in graph), strict=True)
+            counts = dict(zip(graph, is_yes, strict=True))
+            for _ in graph:  # a no reaches the last of a chain of parents after as many rounds as it is long
+                counts = {key: counts[key] and all(counts[parent] for parent in graph[key][1]) for key in graph}
+            reasons[row] = next(filter(None, graph_reasons), None)
+            value[row] = sum(counts.values()) / len(counts)
+            texts[row] = next((f"no: {graph[key][0]}" for key in graph if not counts[key]), "")
+        return make_scores(value, reasons, self.unit, text=texts)
+
+
+def _read_graph(record: Mapping[str, Any] | None) -> dict[int, tuple[str, list[int]]]:
+    """Return id -> (question, parents) of a record; ValueError with the reason if it has none."""
+    try:
+        graph = {e["id"]: (str(e["question"]), list(e.get("parents") or ())) for e in (record or {})["question_graph"]}
+    except (KeyError, TypeError, AttributeError, ValueError):
+        graph = {}
+    if not graph:
+        raise ValueError('its record has no "question_graph", a list of {"id", "question", "parents"}')
+    if missing := {parent for _, parents in graph.values() for parent in parents} - graph.keys():
+        raise ValueError(f'its "question_graph" lacks the parents {sorted(map(str, missing))}')
+    return graph

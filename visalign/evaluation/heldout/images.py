@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,6 +36,7 @@ def evaluate(
     image_side: int = 256,
     share: tuple[int, int] = (0, 1),
     solver: str = "euler",
+    on_images: Callable[[slice, Tensor], object] | None = None,
 ) -> HeldoutResult:
     """Sample every record once per seed along the ODE, without noise on the way, and score the images.
 
@@ -43,7 +44,7 @@ def evaluate(
     The reward `correctness` gives the verdicts: its part `correct`, else its best value is correct. At most
     `max_images` images, evenly spaced over the samples, are kept for a page, `image_side` pixels on the
     longer side at most. `share` (r, w) is the r-th of w equal shares of the samples, see `joined`. A record may
-    name its `source` and `tag`.
+    name its `source` and `tag`. `on_images` gets the rows of each batch and its images [B, 3, H, W].
     """
     check_evaluation(rewards, records, seeds, correctness, batch_size)
     total = len(records) * len(seeds)
@@ -60,6 +61,8 @@ def evaluate(
     with _inference(policy):
         batches = _sample(policy, metadata, sample_seeds, sigmas, batch_size, bool(clips), solver)
         for rows, frames, images in batches:
+            if on_images is not None:
+                on_images(rows, images)
             shown_rows = image_index[(image_index >= rows.start) & (image_index < rows.stop)] - rows.start
             thumbnails.extend(_as_bytes(images[shown_rows], image_side))
             for name, reward in rewards.items():

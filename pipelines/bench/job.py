@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A bench: its sides scored part by part, resumable and divided among processes, then every two compared."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from visalign.errors import UserError
+from visalign.evaluation.heldout.result import HeldoutResult, joined, load_heldout
+from visalign.locks import LOCK, hold_lock
+from visalign.model_files import read_object
+from visalign.pipelines.sample.job import TABLE, write_lines
+from visalign.pipelines.score.provenance import domain_note, provenance, reward_identity
+from visalign.pipelines.shared.run_folder import pretty, write_once
+from visalign.training.loop.checkpoint import check_same_config
+
+from .result import bench_record, write_bench
+from .sides import Side
+from .suites import Suite
+
+SETTINGS, IMAGES, PARTS = "settings.json", "images", "parts"
+POLL = 0.5  # Seconds between two looks for the files of other processes
+
+
+def run_bench(
+    sides: Sequence[Side],
+    suite: Suite | None,
+    rewards: Mapping[str, Any],
+    output: Path,
+    *,
+    part_size: int,
+    on_part: Callable[[int], object] = lambda count: None,
+) -> dict[str, Any] | None:
+    """Score what the folder lacks, compare every two sides, and write JSON, tables and page; return the JSON.
+
+    The sides are scored in parts of `part_size` samples. Started by torchrun, each process scores every so-manieth
+    part, and those after the first return None.
+    """
+    if len({side.label for side in sides}) < len(sides):
+        raise UserError(f"Two have one name: {', '.join(s.label for s in sides)}. Leave one out, or add ,name=NAME.")
+    rank, started = int(os.environ.get("RANK", "0")), time.perf_counter()
+    facts: dict[str, Any] = {"sides": {side.label: side.facts for side in sides}, "part_size": part_size}
+    facts |= {"prompts": [f"{row.prompt} {row.seed}" for row in sides[0].rows]}
+    facts |= {"rewards": {name: reward_identity(reward).digest for name, reward in rewards.items()}}
+    facts, path = json.loads(json.dumps(facts, default=str)), output / SETTINGS
+    with nullcontext() if rank else hold_lock(output / LOCK, what=f"The output folder '{output}'"):
+        while rank and not path.is_file():
+            time.sleep(POLL)  # until the first process has found the folder in order
+        if path.is_file():
+            remedy = "Give the same models, suite and rewards to resume, or another --output."
+            check_same_config(read_object(path), facts, where=f"The bench in '{output}'", remedy=remedy)
+        elif set(os.listdir(output)) - {LOCK}:
+            raise UserError(f"There is no bench in '{output}' to resume: it has no {SETTINGS}. Give another --output.")
+        write_once(path, pretty(facts))
+        parts = [_score(side, output / PARTS / str(k), part_size, rank, on_part) for k, side in enumerate(sides)]
+        results = {side.label: result for side, result in zip(sides, parts, strict=True) if result is not None}
+        if not results:
+            return None
+        for side in (side for side in sides if Path(side.rows[0].image).is_relative_to(output / IMAGES)):
+            names = ("prompt", "seed", "metadata")
+            rows = [{"image": Path(row.image).name} | {n: getattr(row, n) for n in names} for row in side.rows]
+            write_lines(Path(side.rows[0].image).with_name(TABLE), rows)
+        prompts = [row.prompt for row in sides[0].rows]
+        about = {n: {"provenance": provenance(r), "warning": domain_note(r, prompts)} for n, r in rewards.items()}
+        result = {"suite": suite and asdict(suite), "rewards": about, **bench_record(results, sides)}
+        write_bench(output, result := result | {"seconds": round(time.perf_counter() - started, 3)})
+    return result
+
+
+def _score(side: Side, folder: Path, size: int, rank: int, on_part: Callable[[int], object]) -> HeldoutResult | None:
+    """Score this process's parts that the folder lacks; the first process waits for all and returns the result."""
+    parts = [slice(start, min(start + size, len(side.rows))) for start in range(0, len(side.rows), size)]
+    paths = [folder / f"{part.start:06d}.npz" for part in parts]
+    mine = range(rank, len(parts), int(os.environ.get("WORLD_SIZE", "1")))
+    missing = [number for number in mine if not paths[number].is_file()]
+    for number, result in zip(missing, side.score(parts[number] for number in missing), strict=True):
+        result.save(paths[number])  # atomically: a part that is there is complete
+        on_part(len(result))
+    while not rank and not all(path.is_file() for path in paths):
+        time.sleep(POLL)
+    return None if rank else joined([load_heldout(path) for path in paths])

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sides of a bench: models that draw the images of a suite, and folders of images with the same prompts."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from visalign.adapters.model_folder import INDEX
+from visalign.data.sets.image_references import resolve_image
+from visalign.errors import UserError, excerpt
+from visalign.evaluation.heldout.correctness import Tally, record_tags
+from visalign.evaluation.heldout.images import evaluate
+from visalign.evaluation.heldout.result import HeldoutResult
+from visalign.interfaces import score_named
+from visalign.pipelines.sample.job import SampleSettings, load_sampler
+from visalign.pipelines.score.image_rows import SAMPLED, ImageRow, image_rows, require_still
+from visalign.pipelines.score.log import score_key
+from visalign.pipelines.shared.reward_options import parse_options
+from visalign.pipelines.shared.run_folder import model_of
+from visalign.rewards.base.images import to_pil
+
+Parts = Iterable[slice]
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """Something that a bench compares."""
+
+    label: str  # Name in the tables
+    facts: Mapping[str, Any]  # What a resumed bench must share with the one that began
+    rows: Sequence[ImageRow]  # Image, prompt, record and seed of each sample
+    score: Callable[[Parts], Iterator[HeldoutResult]]  # Score parts of the samples, which a model draws first
+
+
+def model_side(
+    text: str, records: Sequence[Record], seeds: Sequence[int], folder: Path, scoring: Mapping[str, Any], **common: Any
+) -> Side:
+    """Parse MODEL[,NAME=VALUE ...], whose images go into the folder; a run's folder is the model that it trained.
+
+    The options are `name` for the tables, those of `SampleSettings`, and those of the model, such as guidance.
+    """
+    path, *items = re.split(r",(?=[A-Za-z_]+=)", text)
+    options = common | parse_options(items, f"'{text}'")
+    label = str(options.pop("name", text.replace(",", ", ")))
+    run, lora = Path(path), [*filter(None, [options.pop("lora", None)])]
+    if (run / "config.yaml").is_file() and not (run / INDEX).is_file():
+        if not (run / "lora").is_dir() and not (run / "model").is_dir():
+            raise UserError(f"'{path}' is a run without a result: it has no folder lora or model. Let it end first.")
+        is_lora = (run / "lora").is_dir()
+        path, lora = (str(model_of(run)[0]), [path, *lora]) if is_lora else (str(run / "model"), lora)
+    known = {name: options.pop(name) for name in [*options] if name in SampleSettings.__dataclass_fields__}
+    settings = SampleSettings(model=path, lora=lora, seeds=seeds, options=options, **known).with_own_sampling()
+    images = folder / (re.sub(r"[^\w.-]+", "-", label).strip("-.") or "model")
+    rows = [
+        ImageRow(image=str(images / f"{number:04d}_{seed}.png"), prompt=record["prompt"], metadata=record, seed=seed)
+        for number, record in enumerate(records)
+        for seed in seeds
+    ]
+    facts = {name: getattr(settings, name) for name in ("model", "lora", "steps", "dtype", "solver", "options")}
+    weights = [str(f) for part in (settings.model, *lora) for f in sorted(Path(part).rglob("*.safetensors"))]
+    facts["files"] = score_key(weights, "", None)
+
+    def score(parts: Parts) -> Iterator[HeldoutResult]:
+        policy = None
+        for part in parts:
+            policy = policy or load_sampler(settings)  # only if there is something to draw; freed at the end
+
+            def save(batch: slice, samples: Tensor, part: slice = part) -> None:
+                for row, image in zip(rows[part][batch], samples, strict=True):
+                    to_pil(image).save(row.image)
+
+            images.mkdir(parents=True, exist_ok=True)
+            yield evaluate(
+                policy,
+                records=records[part.start // len(seeds) : part.stop // len(seeds)],
+                seeds=seeds,
+                sigmas=policy.sigmas(settings.steps or 0, timestep_schedule=settings.timestep_schedule),
+                batch_size=settings.batch_size,
+                max_images=0,
+                solver=settings.solver,
+                on_images=save,
+                **scoring,
+            )
+
+    return Side(label=label, facts=facts, rows=rows, score=score)
+
+
+def folder_sides(paths: Sequence[str], records: Sequence[Record] | None, scoring: Mapping[str, Any]) -> list[Side]:
+    """Read folders or tables of images in one order of prompts; the k-th images of a prompt are a pair.
+
+    With the `records` of a suite the prompts must be among its, and get their records.
+    """
+    folders = [Path(path) / SAMPLED if (Path(path) / SAMPLED).is_file() else Path(path) for path in paths]
+    tables = [image_rows([folder]) for folder in folders]
+    counts = [Counter(row.prompt for row in rows) for rows in tables]
+    suite = {prompt: {} for prompt in counts[0]} if records is None else {str(r["prompt"]): r for r in records}
+    for path, count in zip(paths, counts, strict=True):
+        if different := [prompt for prompt in counts[0] | count if count[prompt] != counts[0][prompt]]:
+            numbers = f"{excerpt(different[0])} with {counts[0][different[0]]} and {count[different[0]]} images"
+            raise UserError(
+                f"The prompts of '{paths[0]}' and '{path}' do not match: {len(different)} differ, such as {numbers}. "
+                "Give folders with equally many images of the same prompts."
+            )
+    if strange := [prompt for prompt in counts[0] if prompt not in suite]:
+        raise UserError(
+            f"{len(strange)} of {len(counts[0])} prompts are not in the suite, such as {excerpt(strange[0])}. Leave "
+            "--suite out, or give images of its prompts."
+        )
+    order, sides = {prompt: number for number, prompt in enumerate(counts[0])}, []
+    for path, table in zip(paths, tables, strict=True):
+        ordinals, rows = Counter[str](), list[ImageRow]()
+        for row in sorted(table, key=lambda row: order[row.prompt]):
+            require_still(Path(row.image))
+            record = {"prompt": row.prompt, **(row.metadata or {}), **suite[row.prompt]}
+            rows.append(replace(row, seed=ordinals[row.prompt], metadata=record))
+            ordinals[row.prompt] += 1
+        facts = {"images": path, "files": score_key([row.image for row in rows], "", None)}
+        sides.append(Side(label=path, facts=facts, rows=rows, score=_scorer(rows, **scoring)))
+    return sides
+
+
+def _scorer(
+    rows: Sequence[ImageRow], rewards: Mapping[str, Any], correctness: str | None
+) -> Callable[[Parts], Iterator[HeldoutResult]]:
+    """Return a function that scores parts of stored images as `evaluate` does drawn ones."""
+
+    def score(parts: Parts) -> Iterator[HeldoutResult]:
+        for chosen in (rows[part] for part in parts):
+            tally = Tally(correctness=correctness, samples="images")
+            prompts, records = [row.prompt for row in chosen], [row.metadata for row in chosen]
+            images = [resolve_image(row.image) for row in chosen]
+            for name, reward in rewards.items():
+                scores = score_named(reward, images, prompts, records, name=name)
+                tally.add(name, reward, scores, len(chosen))
+            yield HeldoutResult(
+                prompts=tuple(prompts),
+                tags=record_tags([record or {} for record in records]),
+                seeds=np.array([row.seed for row in chosen], dtype=np.int64),
+                images=np.zeros((0, 1, 1, 3), np.uint8),
+                image_index=np.zeros(0, np.int64),
+                **tally.fields(rewards, len(chosen)),
+            )
+
+    return score
