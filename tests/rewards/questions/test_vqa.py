@@ -68,7 +68,11 @@ def test_a_graph_of_questions_by_hand():
     told = {"cat?": {"Yes": 0.6, "yes": 0.1, "No": 0.3}, "mat?": {"Yes": 0.2, "No": 0.8}, "red?": {"Yes": 0.9}}
     engine = ScriptedEngine(lambda template, ask: told[ask.prompt], words=("Yes", "yes", "No"))
     graph = [{"id": 3, "question": "red?", "parents": [2]}, {"id": 1, "question": "cat?"}]
-    records = [{"question_graph": [*graph, {"id": 2, "question": "mat?", "parents": [1]}]}, {}, {"question_graph": graph}]
+    records = [
+        {"question_graph": [*graph, {"id": 2, "question": "mat?", "parents": [1]}]},
+        {},
+        {"question_graph": graph},
+    ]
     scores = QuestionGraph(engine).score(images(3), ["a", "b", "c"], records)
     assert scores.value[0] == pytest.approx(1 / 3)  # the mat is answered no, and with it what is red on it
     assert scores.text is not None and scores.text[0] == "no: red?"
