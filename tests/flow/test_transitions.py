@@ -21,7 +21,7 @@ from tests.support.flow_policies import GaussianPolicy, Shift
 from visalign.flow import Kernel, diffusers_timestep_sigmas, replacement_step, sde_step, timestep_sigmas
 from visalign.flow.transitions import ODESolver
 
-LEVELS = {"flow": 0.7, "dance": 0.3, "cps": 0.8, "ddim": 1.0, "precise": 1.5, "dance_precise": 0.5}
+LEVELS = {"flow": 0.7, "dance": 0.3, "cps": 0.8, "ddim": 1.0, "precise": 1.5, "dance_precise": 0.5, "linear": 1.0}
 
 
 def latents(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -53,6 +53,18 @@ def test_log_prob_is_torch_distributions(schedule):
     square = -((x_next - step.mean) ** 2).flatten(1)
     torch.testing.assert_close(step.log_prob(x_next, "mean", form="quadratic"), square.mean(1))
     torch.testing.assert_close(step.log_prob(x_next, "sum", form="quadratic"), square.sum(1))
+
+
+@pytest.mark.parametrize("schedule", LEVELS)
+def test_the_inverse_gradient_takes_the_size_of_a_step_out_of_its_gradient(schedule):
+    kernel = Kernel(schedule=schedule, noise_level=LEVELS[schedule], sigma_max=0.95)
+    levels = torch.tensor([0.9, 0.6]).double(), torch.tensor([0.8, 0.3]).double()
+    noise, v = latents(2, 3, seed=2), latents(2, 3, seed=1).requires_grad_()
+    step = kernel.step(latents(2, 3), v, *levels)
+    (gradient,) = torch.autograd.grad(step.log_prob(step.sample(noise).detach(), "sum").sum(), v)
+    weight = kernel.step_weight("inverse_gradient", *levels)
+    torch.testing.assert_close((weight[:, None] * gradient).abs(), noise.abs())
+    torch.testing.assert_close(kernel.step_weight("std", *levels), step.std)
 
 
 @pytest.mark.parametrize(("schedule", "noise_level"), [("none", 0.0), ("flow", 0.7), ("dance", 0.5)])

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from visalign.core import guard_log_ratio, log_ratio, ppo_clip, velocity_kl
 from visalign.flow import Kernel, diffusers_timestep_sigmas, timestep_sigmas
 from visalign.flow.parametrization import flow_sigma, preserving_scale, velocity_of_prediction
 from visalign.flow.windows import window_steps
@@ -65,6 +66,74 @@ def sde_steps(case: Any) -> dict[str, Any] | None:
     if params["kind"] == "CPS":  # this peer's log_prob is the quadratic form, which we offer by that name
         ours["log_prob"] = quadratic
     return ours
+
+
+def step_weights(case: Any) -> dict[str, Any] | None:
+    """Steps of a linear rate, weights of steps and losses under them, UniGRPO's ratio."""
+    params, kind = case.params, case.variant.split("_")
+    clip = {"eps_low": params.get("clip", 0.0), "eps_high": params.get("clip", 0.0)}
+    if kind[0] == "unigrpo":
+        return _unigrpo(case, clip)
+    if kind[:2] == ["flash", "loss"]:
+        weight = case.tensor("coefficient") / case.tensor("coefficient").mean()
+        return {"weights": weight, **_weighted(case, weight, clip)}
+    if params.get("sigma_min", 0.0) or ("sigmas" in case.inputs and case.inputs["sigmas"][-1]):
+        return None
+    if kind[:2] == ["flash", "step"]:
+        names = ("sample", "prev_sample", "sigma", "sigma_next")
+        x, x_next, sigma, sigma_next = (case.tensor(name) for name in names)
+        kernel, v = (
+            Kernel(schedule="linear", noise_level=1.0, sigma_max=params["sigma_max"]),
+            case.tensor("model_output"),
+        )
+        step = kernel.step(x, v.requires_grad_(), sigma, sigma_next)
+        log_prob = step.log_prob(x_next)
+        outputs = {"mean": step.mean, "std": step.std, "log_prob": log_prob}
+        outputs["grad_model_output"] = torch.autograd.grad(log_prob.sum(), v)[0]
+        return outputs | {"coefficient": kernel.step_weight("inverse_gradient", sigma, sigma_next)}
+    sigmas, index = case.tensor("sigmas"), case.inputs["step_index"]
+    levels, second = (sigmas[:-1], sigmas[1:]), float(sigmas[1])
+    if kind[0] == "tempflow":
+        kernel = Kernel(schedule="flow", noise_level=params["noise_level"], sigma_max=second)
+        weight = params["weight_scale"] * kernel.step_weight("std", *levels)[index]
+        return {"weights": weight, **_weighted(case, weight, clip)}
+    coefficient = Kernel(schedule="linear", noise_level=params["eta"], sigma_max=second).step_weight(
+        "inverse_gradient", *levels
+    )
+    weight = coefficient / coefficient[params["pool"]].mean()
+    return {"coefficient": coefficient[index], "weights": weight[index]}
+
+
+def _weighted(case: Any, weight: torch.Tensor, clip: dict[str, float]) -> dict[str, Any]:
+    limit, log_prob = case.params["adv_clip_max"], case.tensor("log_prob").requires_grad_()
+    ratio = log_ratio(log_prob, case.tensor("old_log_prob"))
+    loss = (weight * ppo_clip(ratio, case.tensor("advantages").clamp(-limit, limit), **clip)).mean()
+    return {"loss": loss, "grad_log_prob": torch.autograd.grad(loss, log_prob)[0]}
+
+
+def _unigrpo(case: Any, clip: dict[str, float]) -> dict[str, Any]:
+    """GRPO-Guard's ratio, its steps' weights over their mean, and the KL of velocities."""
+    params, shape = case.params, case.tensor("model_output").shape[:2]
+    kernel = Kernel(schedule="flow", noise_level=params["noise_level"], sigma_max=params["sigma_max"])
+    x, x_next, v, old, ref = (
+        case.tensor(name).flatten(0, 1)
+        for name in ("sample", "prev_sample", "model_output", "old_model_output", "ref_model_output")
+    )
+    sigma, sigma_next = (case.tensor(name).repeat(shape[0]) for name in ("sigma", "sigma_next"))
+    step, before = kernel.step(x, v.requires_grad_(), sigma, sigma_next), kernel.step(x, old, sigma, sigma_next)
+    noise = (x_next - before.mean) / before.std.view(-1, *[1] * (x.ndim - 1))
+    normed = guard_log_ratio(noise, step.mean, before.mean)
+    weight = torch.ones_like(sigma)
+    if params["grad_reweight"]:
+        weight = kernel.step_weight("inverse_dt", sigma, sigma_next)
+        weight = weight / weight.mean()
+    advantage = case.tensor("advantages").repeat_interleave(shape[1])
+    policy, distance = (weight * ppo_clip(normed, advantage, **clip)).mean(), velocity_kl(v, ref).mean()
+    loss = policy + params["mse_weight"] * distance
+    gradient = torch.autograd.grad(loss, v)[0].unflatten(0, shape)
+    outputs = {"log_ratio_normed": normed.view(shape), "policy_loss": policy, "velocity_mse": distance, "loss": loss}
+    outputs |= {"log_prob": step.log_prob(x_next).view(shape), "old_log_prob": before.log_prob(x_next).view(shape)}
+    return outputs | {"grad_model_output": gradient}
 
 
 def precise_steps(case: Any) -> dict[str, Any] | None:
@@ -166,6 +235,6 @@ def tolerance(case: Any, key: str) -> tuple[float, float, str] | None:
 
 
 FAMILIES = {"E_sigma_tables": sigma_tables, "E_sde_steps": sde_steps, "E_ddim_steps": ddim_steps}
-FAMILIES |= {"E_windows_steps": windows, "L_precise_steps": precise_steps}
+FAMILIES |= {"E_windows_steps": windows, "L_precise_steps": precise_steps, "L_step_weights": step_weights}
 TOLERANCES = {"E_sigma_tables": lambda case, key: (1e-6, 1e-7, "largest"), "E_sde_steps": tolerance}
 TOLERANCES["E_ddim_steps"] = tolerance

@@ -179,12 +179,10 @@ def predict_clean(trajectory: Trajectory, step: int) -> Tensor:
     """Compute x̂0 = x − σ v before a stochastic step, counted among the S, without a forward."""
     x = trajectory.x[:, step].to(trajectory.mean.dtype)
     sigma, sigma_next = (s[step].expand(len(x)) for s in (trajectory.sigma, trajectory.sigma_next))
-    # the step's mean is linear in v: μ(x, v) = μ(x, 0) + b v
-    zeros = torch.zeros_like(x)
-    offset = trajectory.kernel.step(x, zeros, sigma, sigma_next).mean
-    slope = trajectory.kernel.step(zeros, zeros + 1, sigma, sigma_next).mean
-    v = (trajectory.mean[:, step] - offset) / slope
-    return (x - sigma.reshape(-1, *[1] * (x.ndim - 1)) * v).to(trajectory.latents.dtype)
+    offset = trajectory.kernel.step(x, torch.zeros_like(x), sigma, sigma_next).mean
+    shape, slope = (-1, *[1] * (x.ndim - 1)), trajectory.kernel.slope(sigma, sigma_next)
+    v = (trajectory.mean[:, step] - offset) / slope.to(offset).reshape(shape)
+    return (x - sigma.reshape(shape) * v).to(trajectory.latents.dtype)
 
 
 def first_latents(policy: DiffusionPolicy, noise: Tensor, sigmas: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Denoising steps as Gaussians: mean and total std of x' from (x, v, σ, σ'), samples and log-probs.
 
-Two kernels. `sde_step` is Flow-SDE, Dance-SDE and the ODE: one mean formula, three noise rates.
+Two kernels. `sde_step` is Flow-SDE, Dance-SDE, the linear rate of Wan and the ODE: one mean formula, four noise rates.
 `replacement_step` replaces part of the predicted noise: Coefficients-Preserving Sampling, DDIM with η (DDPO's),
 Precise. `std` has one meaning: the standard deviation of x', √(−dt) included.
 """
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from visalign.core.checks import check_choice, check_same
-from visalign.core.surrogates.ratios import LogProbReduction, gaussian_log_prob, reduce_event
+from visalign.core.surrogates.ratios import LogProbReduction, gaussian_log_prob, guard_step_weight, reduce_event
 
-NOISE_SCHEDULES = ("flow", "dance", "none")
-"""Noise schedules of the SDE kernel: Flow-SDE, Dance-SDE, and none (the ODE)."""
+NOISE_SCHEDULES = ("flow", "dance", "linear", "none")
+"""Noise schedules of the SDE kernel: Flow-SDE, Dance-SDE, a rate linear in σ, and none (the ODE)."""
 REPLACING = ("cps", "ddim", "precise", "dance_precise")
 """Schedules that replace predicted noise by fresh noise, and so add none in the last step (σ' = 0)."""
 SHARES = ("cps", "ddim")
@@ -71,12 +71,13 @@ class Kernel:
     """Kind of a rollout's steps, and the convention of their log-probability; a replay needs the same."""
 
     schedule: str
-    """"flow", "dance", "none" (noise schedules of the SDE kernel), "cps", "ddim", "precise", "dance_precise"."""
+    """"flow", "dance", "linear", "none" (noise schedules of the SDE kernel), "cps", "ddim", "precise",
+    "dance_precise"."""
     noise_level: float
     """a of Flow-SDE (paper: 0.7), η of Dance (0.3), a of CPS (0.8), η of DDIM (1), of Precise (1.5) and of its
     Dance form; not read by "none"."""
     sigma_max: float = 0.0
-    """Flow-SDE's stand-in for σ = 1, in [0, 1); the others ignore it."""
+    """Flow-SDE's stand-in for σ = 1, or the factor of "linear", in [0, 1); the others ignore it."""
     log_prob_reduction: LogProbReduction = "mean"
     """Reduction over the latent's dimensions in the log-prob: "mean" or "sum"."""
     log_prob: LogProbForm = "gaussian"
@@ -88,10 +89,8 @@ class Kernel:
         largest = 1.0 if schedule in SHARES else math.inf
         if schedule != "none" and not (0 <= noise_level <= largest and noise_level < math.inf):
             raise ValueError(f"noise_level of {schedule} must lie in [0, {largest:g}]; got {noise_level}.")
-        if schedule == "flow" and not 0 <= sigma_max < 1:
-            raise ValueError(
-                f"sigma_max stands in for σ = 1 under the root of 1 − σ and must lie in [0, 1); got {sigma_max}."
-            )
+        if schedule in ("flow", "linear") and not 0 <= sigma_max < 1:
+            raise ValueError(f"sigma_max stands in for σ = 1 and must lie in [0, 1); got {sigma_max}.")
         forms = (
             get_args(LogProbForm) if schedule == "cps" else ("gaussian",)
         )  # a misspelt form would be read as Gaussian
@@ -104,6 +103,21 @@ class Kernel:
             return sigma_next * (1 - kept).sqrt()
         rate = noise_rate(sigma, self.sigma_max, schedule=self.schedule, noise_level=self.noise_level)
         return rate * torch.sqrt(sigma - sigma_next)
+
+    def slope(self, sigma: Tensor, sigma_next: Tensor) -> Tensor:
+        """Compute b [N] of the step's mean, which is linear in v: μ(x, v) = μ(x, 0) + b v."""
+        return self.step(torch.zeros_like(sigma), torch.ones_like(sigma), sigma, sigma_next).mean
+
+    def step_weight(self, kind: str, sigma: Tensor, sigma_next: Tensor) -> Tensor:
+        """Compute the loss weight [N] of steps: inverse_dt 1/(−dt), std, or inverse_gradient std/|b|.
+
+        A log-prob's gradient with respect to v is (x' − μ) b/std², of size |b|/std: the last takes that factor out.
+        GRPO-Guard, arXiv 2510.22319; TempFlow-GRPO, arXiv 2508.04324 (std); Flash-GRPO, arXiv 2605.15980 (std/|b|).
+        """
+        if kind == "inverse_dt":
+            return guard_step_weight(sigma_next - sigma)
+        std = self.std(sigma, sigma_next)
+        return std if kind == "std" else std / self.slope(sigma, sigma_next).abs()
 
     def step(self, x: Tensor, v: Tensor, sigma: Tensor | float, sigma_next: Tensor | float) -> Transition:
         """Compute the transition out of x [B, ...] along v [B, ...]; σ and σ' are scalars or [B]."""
@@ -120,17 +134,20 @@ class Kernel:
 def noise_rate(sigma: Tensor, sigma_max: float, *, schedule: str, noise_level: float) -> Tensor:
     """Compute the noise rate s(σ) of dx = [v + s²/(2σ)·(x + (1 − σ)v)] dσ + s dw, per √σ.
 
-    flow: s = a·√(σ/(1 − σ̂)) with σ̂ = `sigma_max` where σ = 1 and σ elsewhere; dance: s = η; none: s = 0. The
-    published code takes the second of the sigmas for sigma_max, so the noise of the first step depends on the
-    number of steps. The total std of the next sample is s·√(−dt).
+    flow: s = a·√(σ/(1 − σ̂)) with σ̂ = `sigma_max` where σ = 1 and σ elsewhere; dance: s = η; linear: s = ησ̂σ; none:
+    s = 0. The published code takes the second of the sigmas for sigma_max, so the noise of the first step depends on
+    the number of steps. The total std of the next sample is s·√(−dt).
 
-    Source: Flow-GRPO, arXiv 2505.05470, σ_t = a√(t/(1 − t)); DanceGRPO, arXiv 2505.07818, constant η.
+    Source: Flow-GRPO, arXiv 2505.05470, σ_t = a√(t/(1 − t)); DanceGRPO, arXiv 2505.07818, constant η; Flash-GRPO,
+    arXiv 2605.15980, linear with η = 1, as Flow-GRPO's code has it for Wan.
     """
     check_choice("schedule", schedule, NOISE_SCHEDULES)
     if schedule == "none":
         return torch.zeros_like(sigma)
     if schedule == "dance":
         return torch.full_like(sigma, noise_level)
+    if schedule == "linear":
+        return noise_level * sigma_max * sigma
     sigma_hat = torch.where(sigma == 1, sigma_max, sigma)
     return noise_level * torch.sqrt(sigma / (1 - sigma_hat))
 

@@ -57,6 +57,7 @@ FLOWRL = [
     "rollout.log_prob_reduction=sum",
 ]
 CPS = ["rollout.schedule=cps", "rollout.noise_level=0.8", "objective.ratio_bound=null"]
+PRECISE = ["rollout.schedule=precise", "rollout.noise_level=1.5"]
 ROWS: dict[str, tuple[str, list[str]]] = {
     "Flow-GRPO": (TRAJECTORY, ["objective.algorithm=flow_grpo"]),
     "Flow-GRPO-Fast": (TRAJECTORY, ["objective.algorithm=flow_grpo", *WINDOW]),
@@ -65,6 +66,8 @@ ROWS: dict[str, tuple[str, list[str]]] = {
     "GRPO-Guard, one start": (TRAJECTORY, [*SIXTEEN, "rollout.shared_noise=true"]),
     "GRPO-Guard, tree": (TRAJECTORY, [*SIXTEEN, *TREE]),
     "GRPO-Guard, 96 images": (TRAJECTORY, SMALL),
+    "GRPO-Guard, Precise": (TRAJECTORY, [*SMALL, *PRECISE]),
+    "GRPO-Guard, CPS": (TRAJECTORY, [*SMALL, *CPS[:2]]),
     "GRPO-Guard, PAR": (TRAJECTORY, [*SMALL, PAR]),
     "FlowRL": (TRAJECTORY, [*SMALL, *FLOWRL]),
     "GRPO-Guard, 0 or 1": (TRAJECTORY, STRICT),
@@ -93,6 +96,8 @@ ROWS: dict[str, tuple[str, list[str]]] = {
 }
 
 WITHOUT = {
+    "GRPO-Guard, Precise": "GRPO-Guard, 96 images",
+    "GRPO-Guard, CPS": "GRPO-Guard, 96 images",
     "GRPO-Guard, PAR": "GRPO-Guard, 96 images",
     "FlowRL": "GRPO-Guard, 96 images",
     "GRPO-Guard, 0 or 1, dynamic": "GRPO-Guard, 0 or 1",

@@ -37,7 +37,7 @@ RECIPES = {
     "wan_flow_grpo": "wan",
 }
 """Of a family, in whose tiny model each trains."""
-MODELS = {"sd35": "sd3", "flux1": "flux", "sd15": "sd15"}
+MODELS = {"sd35": "sd3", "flux1": "flux", "sd15": "sd15", "wan": "wan"}
 ALGORITHMS = {
     path.stem: MODELS.get(path.stem.partition("_")[0], "")
     for path in sorted(CONFIGS.glob("*.yaml"))

@@ -321,6 +321,15 @@ def test_step_weights_must_fit_the_steps(tmp_path):
         toy_trainer(tmp_path, objective={"step_weights": [1.0, 1.0]})
 
 
+@pytest.mark.parametrize("kind", ["std", "inverse_gradient"])
+def test_a_step_weighs_what_its_kernel_says_over_the_mean_of_all_that_may_train(kind, tmp_path):
+    trainer = toy_trainer(tmp_path, objective={"changes": {"step_weight": kind}}, rollout={"sde_window": 1})
+    experience, levels = trainer.algorithm.collect(trainer.context).experience, trainer.algorithm.sigmas
+    weight = experience.trajectory.kernel.step_weight(kind, levels[:-1], levels[1:])
+    expected = weight[list(experience.trajectory.sde_steps)] / weight[trainer.algorithm.rollout.trained].mean()
+    torch.testing.assert_close(experience.trajectories.loss_weight.unique(), expected)
+
+
 @pytest.mark.parametrize("kept", [{}, {"image_size": None}, {"image_size": property(lambda self: 8)}])
 def test_a_policy_of_one_size_refuses_several(tmp_path, kept):
     policy = type("Own", (ToyPolicy,), kept)()

@@ -63,7 +63,10 @@ EXTRA: dict[str, tuple[str, str]] = {
 ON_TOKENS: dict[tuple[str, Any], tuple[str, str]] = {
     ("ratio", "guard"): ("GRPO-Guard's ratio is made of the means of Gaussian steps", "ratio='log_prob'"),
     ("kl_form", "velocity"): ("tokens have no velocity v", "kl_form='divergence'"),
-    ("step_weight", "inverse_dt"): ("tokens have no step size dt", "step_weight='uniform'"),
+    **dict.fromkeys(
+        [("step_weight", name) for name in ("inverse_dt", "std", "inverse_gradient")],
+        ("tokens have no step size dt", "step_weight='uniform'"),
+    ),
     ("advantage", "steps"): (
         "it compares the samples of a group at the same step, and completions have none in common",
         "'reinforce_pp', which takes rewards of single steps",

@@ -38,7 +38,7 @@ from .loss_statistics import loss_statistics
 from .options import Stage, pick
 
 Ratio = Literal["log_prob", "guard"]
-StepWeight = Literal["uniform", "inverse_dt"]
+StepWeight = Literal["uniform", "inverse_dt", "std", "inverse_gradient"]
 KLForm = Literal["divergence", "velocity"]
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from visalign.core import Objective, PolicyOutput, Prepared, Trajectories
 from visalign.core.rewards.steps import branch_advantages, turning_point_rewards
 from visalign.core.surrogates.kl import gaussian_kl, velocity_kl
-from visalign.core.surrogates.ratios import guard_log_ratio, guard_step_weight
+from visalign.core.surrogates.ratios import guard_log_ratio
 from visalign.errors import UserError
 from visalign.flow.rollout import RATIO_BOUND, complete, predict_clean, replay
 from visalign.flow.trajectory import Trajectory
@@ -151,7 +151,8 @@ class FlowGRPO(ImageAlgorithm):
         old = images.shares.gather_all(trajectory.log_prob[:, list(trained)].contiguous())
         if step_weights is not None or self.objective.step_weight != "uniform":
             if step_weights is None:
-                factor = guard_step_weight(self.sigmas.diff().float().cpu())
+                levels = self.sigmas.float().cpu()
+                factor = trajectory.kernel.step_weight(self.objective.step_weight, levels[:-1], levels[1:])
                 # GRPO-Guard leaves 1/|dt| undivided; over its mean it does not change the scale of the loss
                 factor = factor / factor[self.rollout.trained].mean()
             else:
