@@ -218,7 +218,8 @@ def _timed_run(
     passes = _image_passes(config)
     epoch = train + passes.other_policies * sample
     per_step = passes.before_update * sample + config.objective.epochs * epoch
-    iteration = images * (rounds * (passes.sampled * sample + decode) + passes.trained * per_step)
+    drawn = passes.sampled * sample + (1 + config.rollout.scouts_per_image) * decode
+    iteration = images * (rounds * drawn + passes.trained * per_step)
     iteration += references * (config.rollout.steps * sample + decode)
     total = min(config.run.iterations * iteration, config.run.max_seconds or math.inf)
     threads = f" with {torch.get_num_threads()} threads" if policy.device.type == "cpu" else ""

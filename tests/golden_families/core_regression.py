@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Golden families of the regressions of velocities: DiffusionNFT, AWM, Diffusion-DPO."""
+"""Golden families of the regressions of velocities: DiffusionNFT, AWM, Diffusion-DPO, DGPO and Sol-RL's choice."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from tests.golden_families import Outputs
+from visalign.core import velocity_kl
+from visalign.core.regression.groupwise import dgpo_loss
 from visalign.core.regression.losses import (
     level_weight,
     matching_error,
@@ -18,7 +20,7 @@ from visalign.core.regression.losses import (
     preference_loss,
     reward_probability,
 )
-from visalign.core.regression.signals import best_worst_pairs, level_position, old_policy_decay
+from visalign.core.regression.signals import best_and_worst, best_worst_pairs, level_position, old_policy_decay
 from visalign.flow import flow_sigma, timestep_sigmas
 
 _WEIGHTING = {"Uniform": "uniform", "t": "t", "t**2": "x0", "huber": "huber", "ghuber": "ghuber"}
@@ -129,5 +131,36 @@ def _fine_tuning(case: Any) -> Outputs | None:
     return outputs
 
 
-FAMILIES = {"E_diffusion_losses": _family, "L_sft_weighting": _fine_tuning}
+def _groups(case: Any) -> Outputs | None:
+    """DGPO's loss of groups of one size, the copy that it clips to, and the rows that are kept of a pool."""
+    params, inputs = case.params, case.inputs
+    if case.variant.startswith("sol_rl"):
+        reward, size = case.tensor("rewards"), params["group_size"]
+        group, kept = [i // size for i in range(len(reward))], {"best": params["top_k"], "worst": params["bottom_k"]}
+        try:
+            return {"selected": best_and_worst(reward, group, **kept)}
+        except ValueError:
+            return {"refused": True}
+    if "ramp_rate" in params:
+        decay = old_policy_decay(params["step"], start=0, slope=params["ramp_rate"], end=params["max_decay"])
+        return {"decay": decay, "old": decay * case.tensor("old") + (1 - decay) * case.tensor("current")}
+    if params["clip_kl"] or params["use_ema_ref"]:
+        return None
+    group, signal, v = torch.tensor(inputs["group"]), case.tensor("advantages"), case.tensor("model_output")
+    others = [case.tensor(f"{name}_model_output") for name in ("ref", "old")]
+    target, one = case.tensor("target_velocity"), torch.ones(len(group), dtype=torch.float64)
+    error, ref, old = (matching_error(each, target, one) for each in (v.requires_grad_(), *others))
+    low, high = params["clip_range"]
+    clip = {"eps_low": -low, "eps_high": high} if params["clip_dsm"] else {}
+    members = [group == label for label in group.unique()]
+    losses = [dgpo_loss(error[m], ref[m], signal[m], old[m], beta=params["dpo_beta"], **clip) for m in members]
+    logit = torch.stack([params["dpo_beta"] * (signal[m] * (error - ref)[m]).mean() for m in members]).detach()
+    policy = torch.stack(losses).mean()
+    loss = policy + params["kl_beta"] * velocity_kl(v, others[0]).mean()
+    gradient = torch.autograd.grad(loss, v)[0]
+    outputs = {"dsm": error, "group_logit": logit, "group_weight": logit.sigmoid(), "dgpo_loss": policy, "loss": loss}
+    return outputs | {"grad_model_output": gradient}
+
+
+FAMILIES = {"L_dgpo_selection": _groups, "E_diffusion_losses": _family, "L_sft_weighting": _fine_tuning}
 TOLERANCES = {"E_diffusion_losses": _tolerance}

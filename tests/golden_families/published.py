@@ -45,7 +45,7 @@ def awm(case: Any) -> Outputs | None:
     sigma, flat = case.tensor("timesteps").flatten(), v.flatten(0, 1)
     single = row.prepare(case.tensor("advantages"), list(range(shape[1])))[0]
     pairs = PairOutput(v=flat, target=target, sigma=sigma, anchor=old)
-    error, old_error = row.errors(pairs)
+    error, old_error, _ = row.errors(pairs)
     result = {"signal": single, "log_prob": -error.view(shape), "old_log_prob": -old_error.view(shape)}
     policy = row.pair_loss(pairs, single.expand(shape).flatten()).mean()
     result |= {"ratio": (old_error - error).exp(), "policy_loss": policy}

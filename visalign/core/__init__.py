@@ -68,11 +68,11 @@ preference.uncertainty: log_win_probability mean_log_win pair_deviation soft_cla
 preference.yes_no: YesNo both_orders yes_no_answer yes_no_loss yes_no_pair_loss
 regression.ascents: ASCENTS Ascent named_ascent
 regression.few_step: FEW_STEP FewStep named_few_step
-regression.groupwise: diffusion_kto_loss gdro_loss soft_plackett_luce
-regression.losses: covariance_guidance crd_loss level_weight matching_error matching_loss nft_loss
-    preference_loss ram_loss reward_probability
+regression.groupwise: dgpo_loss diffusion_kto_loss gdro_loss soft_plackett_luce
+regression.losses: covariance_guidance crd_loss fdfo_loss level_weight matching_error matching_loss
+    nft_loss pair_guidance preference_loss ram_loss reward_probability
 regression.rows: LOSSES REGRESSIONS PairOutput Regression SIGNALS named_regression
-regression.signals: best_share best_worst_pairs old_policy_decay soft_clip tilted_weights
+regression.signals: best_and_worst best_share best_worst_pairs old_policy_decay soft_clip tilted_weights
 rewards.best_of: best_of_n_kl_bound best_of_n_kl_estimate best_response_reward expected_best_of_k
     filtration_weights pass_at_k
 rewards.entropy: difficulty_entropy_reward difficulty_of phase_entropy_reward window_entropy

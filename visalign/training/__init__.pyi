@@ -6,9 +6,10 @@ from .diffusion.few_step import FewStepDistillation as FewStepDistillation
 from .diffusion.flow_grpo import FlowGRPO as FlowGRPO
 from .diffusion.regression import VelocityRegression as VelocityRegression
 from .diffusion.reward_gradient import RewardGradient as RewardGradient
-from .diffusion.rollout_settings import BranchSettings as BranchSettings
 from .diffusion.rollout_settings import RolloutSettings as RolloutSettings
+from .diffusion.settings import BranchSettings as BranchSettings
 from .diffusion.settings import DiffusionObjectiveSettings as DiffusionObjectiveSettings
+from .diffusion.settings import ScoutSettings as ScoutSettings
 from .loop.algorithm import Algorithm as Algorithm
 from .loop.algorithm import Counters as Counters
 from .loop.checkpoint import CheckpointError as CheckpointError

@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import softplus
 
 from tests.support.core import assert_values, f64, normal
+from visalign.core.regression.groupwise import dgpo_loss
 from visalign.core.regression.losses import (
     covariance_guidance,
     crd_loss,
     matching_error,
     matching_loss,
     nft_loss,
+    pair_guidance,
     preference_loss,
     ram_loss,
     reward_probability,
@@ -46,6 +49,38 @@ def test_hand_values() -> None:
     # ρ = (.1, −.2) and R centred: (.15, −.15), (.5, −.5)
     assert_values(crd_loss(error[0], ref[0], f64(5, -5), beta=2).reshape(1), 5 * (0.3 - 0.5) ** 2 / 2)
     assert_values(covariance_guidance(f64(3, 1)[:, None], f64(1, -1)), -1)
+
+
+def test_dgpo_has_a_beta_th_of_the_gradient_of_its_group_preference() -> None:
+    error, ref, beta = f64(0.2, 0.5, 0.4), f64(0.3, 0.4, 0.4), 100.0
+    signal = f64(1.2, -1.0, -0.2)
+    ours = _gradient(lambda e: dgpo_loss(e, ref, signal, beta=beta), error)
+    paper = _gradient(lambda e: softplus(beta * (signal * (e - ref)).mean()), error)
+    torch.testing.assert_close(beta * ours, paper)
+    old = f64(0.3, 0.5, 0.4)  # the first has gained, e^0.1; the others stand
+    clipped = _gradient(lambda e: dgpo_loss(e, ref, signal, old, beta=beta, eps_low=0.05, eps_high=0.05), error)
+    assert_values(clipped, 0.0, *ours[1:].tolist())
+    assert named_regression("dgpo", loss_options={"eps_high": 0.1}).asks_old and not REGRESSIONS["dgpo"].asks_old
+
+
+def test_fdfo_moves_both_branches_along_the_finite_difference_of_the_reward() -> None:
+    ends, old = normal(2, 3, seed=3), normal(2, 3, seed=4)
+    slope, delta = f64(1, -2, 0.5), ends[0] - ends[1]
+    row = named_regression("fdfo")
+    signal, _ = row.prepare(ends @ slope, [0, 0])
+    assert_values(signal, *((ends @ slope) - (ends @ slope).mean()).tolist())
+    guidance = pair_guidance(ends, signal)
+
+    def loss(v: torch.Tensor) -> torch.Tensor:
+        pairs = PairOutput(v=v, target=torch.zeros_like(v), sigma=f64(0.5, 0.5), anchor=old, guidance=guidance)
+        return row.pair_loss(pairs, signal)
+
+    # x0 = x − σ v goes along −∇v: of each branch the projection of the slope on Δ, 2/D · D · ½ of it
+    torch.testing.assert_close(_gradient(loss, old), (delta @ slope / delta.square().sum() * delta).expand(2, 3))
+    assert not pair_guidance(torch.ones(2, 3), signal).any()
+    assert not named_regression("fdfo").pulls
+    with pytest.raises(ValueError, match=r"visited=True learns at .* or always 'fdfo'"):
+        named_regression("fdfo", visited=False)
 
 
 def test_reward_probability_is_affine_inside_its_bound() -> None:

@@ -75,6 +75,9 @@ KINDS: dict[str, tuple[str, ...]] = {
     "deep_tree": (DEEP, "objective={credit: branches, algorithm: grpo_guard}"),
     "canon": ("objective={algorithm: canon, metric: level}",),
     "rollout_guidance": (NFT, "rollout.guidance=3.0"),
+    "fdfo": ("objective.algorithm=fdfo", "rollout.group_size=2", "rollout.shared_noise=true"),
+    "scout": (NFT, "rollout.scout={pool: 6, steps: 2}"),
+    "flash": ("objective.changes.step_weight=inverse_gradient", "rollout.schedule=linear", "rollout.sde_window=1"),
 }
 """Settings of a kind; algorithms that need none are added below."""
 

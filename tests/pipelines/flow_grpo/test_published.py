@@ -27,6 +27,10 @@ FIELDS: dict[str, dict[str, Any]] = {
     "flow_cps": {"schedule": "cps", "noise_level": 0.8},
     "cps": {"schedule": "cps", "noise_level": 0.8},
     "precise": {"schedule": "precise", "noise_level": 1.5},
+    "flash_grpo": {"step_weight": "inverse_gradient", "sde_window": 1, "schedule": "linear", "noise_level": 1},
+    "tempflow_grpo": {"step_weight": "std", "sde_window": 1, "shared_noise": True},
+    "uni_grpo": {"algorithm": "grpo_guard", "kl": 0.01, "kl_form": "velocity"},
+    "sol_rl": {"algorithm": "diffusion_nft", "group_size": 24, "scouts_per_image": 4},
     "ddpo": {"schedule": "ddim", "noise_level": 1.0, "kl": 0, "scale": "group"},
     "tp_grpo": {"algorithm": "flow_grpo", "credit": "turning_points"},
     "branch_grpo": {"credit": "branches", "at": [0, 2]},
@@ -47,10 +51,12 @@ def _loaded(base: str, *overrides: str) -> FlowGRPOConfig:
 
 def _has(config: FlowGRPOConfig, name: str) -> Any:
     objective, rollout = config.objective, config.rollout
-    if name in ("kl", "scale", "ddof", "eps", "share"):
-        row: Any = objective.regression or objective.build(length=1)
+    row: Any = objective.regression or objective.build(length=1)
+    if name in ("scale", "ddof", "eps", "share"):
         options = row.signal_options if objective.regression else row.advantage_options
-        return row.kl if name == "kl" else {"scale": "group", **options}[name]
+        return {"scale": "group", **options}[name]
+    if name in ("kl", "kl_form", "step_weight"):
+        return getattr(row, name)
     if name == "at":
         return rollout.branch and rollout.branch.at
     return getattr(objective if hasattr(objective, name) else rollout, name)

@@ -14,7 +14,7 @@ TEXT_ONLY = (
 )  # fmt: skip
 """Keys of text policies only."""
 
-REGRESSION_ONLY = ("match_error", "anchor_distance")
+REGRESSION_ONLY = ("match_error", "anchor_distance", "scout_agreement")
 """Keys of image regressions only."""
 
 ASCENT_ONLY = ("reward_gradient",)

@@ -43,6 +43,8 @@ class GuidedToy(ToyPolicy):
 
 REWARDED = [name for name, row in REGRESSIONS.items() if row.anchor != "expert" and row.compares]
 """Rows that learn from a reward; see test_experts.py for the other."""
+PAIRS = {"prompts_per_iteration": 24, "group_size": 2, "shared_noise": True}
+"""Branches of one path, as FDFO needs them."""
 
 
 def test_reward_rises(tmp_path):
@@ -70,7 +72,12 @@ def _gradient(tmp_path, micro_batch: int, objective: dict[str, Any]) -> torch.Te
     """The sum of the gradients of two updates, in float64; the policy has left the old one and the reference."""
     policy = ToyPolicy(torch.float64)
     trainer = toy_trainer(
-        tmp_path, policy=policy, reward=_Partly(), objective=objective, optimizer={"micro_batch": micro_batch}
+        tmp_path,
+        policy=policy,
+        reward=_Partly(),
+        objective=objective,
+        optimizer={"micro_batch": micro_batch},
+        rollout=PAIRS if objective["algorithm"] == "fdfo" else {},
     )
     algorithm = trainer.algorithm
     with torch.no_grad():
@@ -88,7 +95,8 @@ def _gradient(tmp_path, micro_batch: int, objective: dict[str, Any]) -> torch.Te
 @pytest.mark.parametrize("name", REWARDED)
 def test_accumulation_equals_one_big_batch(name, tmp_path):
     """The rows of groups take two passes where a group does not fit."""
-    objective = {"algorithm": name, "changes": {"kl": 0.1}}
+    clip = {"loss_options": {"eps_low": 1e-3, "eps_high": 1e-3}} if name == "dgpo" else {}
+    objective = {"algorithm": name, "changes": {"kl": 0.1, **clip}}
     whole = _gradient(tmp_path, 10_000, objective)
     assert whole.norm() > 1e-7
     torch.testing.assert_close(_gradient(tmp_path, 3, objective), whole, rtol=1e-8, atol=1e-12)
@@ -272,6 +280,23 @@ def test_levels_are_stratified_and_shared_in_a_group(tmp_path):
         torch.testing.assert_close(noise, noise[:1].expand_as(noise))
         assert sigma[0] != algorithm._noised(experience, other, level, 0)[2][0]
         assert sigma[0] != algorithm._noised(experience, one, level, 1)[2][0]
+
+
+def test_fdfo_learns_from_branches_of_one_path(tmp_path):
+    trainer = toy_trainer(tmp_path, objective={"algorithm": "fdfo"}, rollout=PAIRS)
+    experience = trainer.algorithm.collect(trainer.context).experience
+    images, ends = experience.images, experience.images.trajectory.latents
+    assert torch.equal(images.trajectory.x[::2, 0], images.trajectory.x[1::2, 0]) and experience.levels == 3
+    torch.testing.assert_close(experience.signal[::2], (images.value[::2] - images.value[1::2]) / 2)
+    delta = ends[::2] - ends[1::2]
+    expected = -delta / delta.square().flatten(1).mean(1)[:, None, None, None]
+    torch.testing.assert_close(experience.guidance[::2], expected)
+    torch.testing.assert_close(experience.guidance[1::2], -expected)
+    check_resume(partial(toy_trainer, objective={"algorithm": "fdfo"}, rollout=PAIRS), tmp_path / "r", 1, 2)
+    with pytest.raises(
+        UserError, match=r"rollout.group_size is 8 .*two branches of one path\. Set rollout.group_size=2"
+    ):
+        toy_trainer(tmp_path, objective={"algorithm": "fdfo"})
 
 
 def test_start_noise_is_the_noise_that_the_image_was_made_from(tmp_path):

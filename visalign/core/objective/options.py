@@ -22,9 +22,9 @@ _INTERVALS = {
     "[0, inf)": "a alpha beta bound_low eps gamma k k_bonus k_neg k_pos lam lambda_neg lambda_pos limit low "
     "min_range mu smoothing tail_weight zeta",
     "[0, inf]": "bound_high high limit_high limit_low",
-    "(0, inf)": "bound budget crd.beta dpo.beta epsilon f_norm gdro.beta kappa kto.beta nft.beta par.k tau tau_neg "
-    "tau_pos temperature w_max",
-    "(0, inf]": "cap eps_high eta gmpo.eps_low",
+    "(0, inf)": "bound budget crd.beta dgpo.beta dpo.beta epsilon f_norm gdro.beta kappa kto.beta nft.beta par.k tau "
+    "tau_neg tau_pos temperature w_max",
+    "(0, inf]": "cap dgpo.eps_low eps_high eta gmpo.eps_low",
     "(1, inf]": "delta dual_clip",
     "[1, inf)": "block bundle over references stride window",
     "[2, inf)": "pass_at_k.k",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses that join several samples of one prompt: GDRO's soft ranking, and Diffusion-KTO's good and bad ones."""
+"""Losses that join several samples of one prompt: GDRO's soft ranking, Diffusion-KTO's good and bad ones, DGPO."""
 
 from __future__ import annotations
 
@@ -54,6 +54,13 @@ def gdro_loss(
     return ranking + gamma * best
 
 
+def group_gdro_loss(
+    error: Tensor, anchor_error: Tensor, signal: Tensor, *, beta: float, gamma: float, tau: float = 0.05
+) -> Tensor:
+    """`gdro_loss` of the samples [K] of one group."""
+    return gdro_loss(error[None], anchor_error[None], signal[None], beta=beta, gamma=gamma, tau=tau)[0]
+
+
 def diffusion_kto_loss(error: Tensor, anchor_error: Tensor, signal: Tensor, *, beta: float = 5000.0) -> Tensor:
     """Diffusion-KTO: raise the likelihood of good samples [K], lower that of bad ones, without pairs; a number.
 
@@ -64,6 +71,30 @@ def diffusion_kto_loss(error: Tensor, anchor_error: Tensor, signal: Tensor, *, b
     h = anchor_error.detach() - float32(error)
     z = h.detach().mean().clamp(min=0)
     return (signal.sign().abs() * torch.sigmoid(-signal.sign() * beta * (h - z))).mean()
+
+
+def dgpo_loss(
+    error: Tensor,
+    anchor_error: Tensor,
+    signal: Tensor,
+    old_error: Tensor | None = None,
+    *,
+    beta: float = 100.0,
+    eps_low: float = torch.inf,
+    eps_high: float = torch.inf,
+) -> Tensor:
+    """Direct Group Preference Optimization: the better samples [K] of a prompt over the worse as one preference.
+
+    ℓ = sg σ(z) mean A e, z = β mean A (e − e_ref), a surrogate: its gradient is that of the paper's −ln σ(−z), over β.
+    With ε_low or ε_high samples whose e^(e_old − e) has left 1 − ε_low or 1 + ε_high as A asks carry no gradient, as
+    in Flow-Factory. Luo et al., arXiv 2510.08425 (β = 100).
+    """
+    moved, value = float32(error) - anchor_error.detach(), float32(error)
+    weight = torch.sigmoid(beta * (signal * moved.detach()).mean())
+    if old_error is not None:
+        shift = torch.expm1(old_error.detach() - value.detach())
+        value = torch.where(torch.where(signal > 0, shift > eps_high, shift < -eps_low), value.detach(), value)
+    return weight * (signal * value).mean()
 
 
 def _ranking(reward: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ leads back to it. Most published losses are, up to terms without gradient,
 | AWM, V-GRPO at the old policy; reward-weighted, rejection | u | 0 | A w(σ), negative for A < 0 |
 | on-policy distillation, at the sampler's states | v_expert | 0 | w(σ) |
 | group covariance; with two samples a finite difference | v_old | −s · mean_k A_k (x0_k − mean x0) | 1 |
+| FDFO at the old policy, at the states of two branches | v_old | −(x0 − x0_other) / mean (x0 − x0_other)² | A |
 
 Nothing of an anchor or a guidance carries gradient. One number per row [N]; means are over the latent.
 """
@@ -27,6 +28,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, softplus
 
 from visalign.core.checks import check_choice, check_same
 from visalign.core.precision import float32
+from visalign.core.surrogates.forms import drpo
 
 Weighting = Literal[
     "uniform", "t", "x0", "epsilon", "v", "huber", "ghuber", "adaptive", "min_snr", "cosmap", "sigma_sqrt"
@@ -59,6 +61,26 @@ def covariance_guidance(x0: Tensor, advantage: Tensor) -> Tensor:
     Matching, arXiv 2604.17415, class of group estimates; FDFO, arXiv 2603.12893 (pairs).
     """
     return -(_over(advantage, x0) * (float32(x0) - float32(x0).mean(0))).mean(0).detach()
+
+
+def pair_guidance(x0: Tensor, advantage: Tensor) -> Tensor:
+    """The change [2, ...] of velocity towards each of two end points x0 [2, ...] from the other, −Δ / mean Δ².
+
+    Times half the difference of their rewards it is the reward's finite difference. FDFO, arXiv 2603.12893.
+    """
+    difference = float32(x0).detach() - float32(x0).detach().flip(0)
+    square = difference.square().mean()
+    return -difference / torch.where(square == 0, 1.0, square)
+
+
+def fdfo_loss(v: Tensor, anchor: Tensor, guidance: Tensor, signal: Tensor, *, epsilon: float = 0.2) -> Tensor:
+    """FDFO: SPO's surrogate, −r A + |A| (r − 1)² / (2ε), of log r = mean |g|² − mean |v − v_old − g|².
+
+    g is the `pair_guidance`, A half the difference of the rewards. At the old policy its gradient is that of
+    A mean |v − sg(v_old + g)|². McAllister et al., arXiv 2603.12893; ε is SPO's, arXiv 2401.16025.
+    """
+    moved = float32(v) - anchor.detach()
+    return drpo(_mean(2 * moved * guidance - moved.square()), signal, epsilon=epsilon)
 
 
 def covariance_loss(v: Tensor, anchor: Tensor, guidance: Tensor, *, scale: float = 1.0) -> Tensor:
@@ -171,6 +193,23 @@ def preference_loss(
     lost = beta / 2 * (better - worse)
     # −ln σ(m) = softplus(−m), and −ln σ(−m) is that + m
     return softplus(lost) if label is None else softplus(lost) - (1 - label) * lost
+
+
+def error_log_ratio(error: Tensor, anchor_error: Tensor) -> Tensor:
+    """log r = −(e − e_old), as if −e were log π(x0)."""
+    return anchor_error.detach() - error
+
+
+def weighted_error(error: Tensor, signal: Tensor) -> Tensor:
+    """Error times the sample's weight."""
+    return signal * error
+
+
+def pair_preference_loss(
+    error: Tensor, anchor_error: Tensor, signal: Tensor, *, soft: bool = False, beta: float = 2000.0
+) -> Tensor:
+    """`preference_loss` of two samples [2], the better first; `soft` takes the signal as the label."""
+    return preference_loss(error, anchor_error, label=signal[0] if soft else None, beta=beta)
 
 
 def crd_loss(

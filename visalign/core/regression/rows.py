@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Literal, get_args
 
@@ -20,17 +21,22 @@ from visalign.core.groups.moments import present_entries
 from visalign.core.objective.options import Stage, change_row, pick
 from visalign.core.surrogates.ppo import ppo_clip
 
-from .groupwise import diffusion_kto_loss, gdro_loss
+from .groupwise import dgpo_loss, diffusion_kto_loss, group_gdro_loss
 from .losses import (
     Weighting,
+    covariance_guidance,
     covariance_loss,
     crd_loss,
     distillation_loss,
+    error_log_ratio,
+    fdfo_loss,
     level_weight,
     matching_error,
     nft_loss,
-    preference_loss,
+    pair_guidance,
+    pair_preference_loss,
     ram_loss,
+    weighted_error,
 )
 from .signals import best_share, old_policy_decay, soft_clip, tilted_weights
 
@@ -52,32 +58,10 @@ class PairOutput:
     """[N]."""
     anchor: Tensor | None = None
     """[N, ...] velocity of the row's anchor."""
+    old: Tensor | None = None
+    """[N, ...] that of the policy that sampled, where a loss beside its anchor asks for it."""
     guidance: Tensor | None = None
-    """[N, ...] `covariance_guidance` of each sample's group."""
-
-
-def error_log_ratio(error: Tensor, anchor_error: Tensor) -> Tensor:
-    """log r = −(e − e_old), as if −e were log π(x0)."""
-    return anchor_error.detach() - error
-
-
-def weighted_error(error: Tensor, signal: Tensor) -> Tensor:
-    """Error times the sample's weight."""
-    return signal * error
-
-
-def pair_preference_loss(
-    error: Tensor, anchor_error: Tensor, signal: Tensor, *, soft: bool = False, beta: float = 2000.0
-) -> Tensor:
-    """`preference_loss` of two samples [2], the better first; `soft` takes the signal as the label."""
-    return preference_loss(error, anchor_error, label=signal[0] if soft else None, beta=beta)
-
-
-def group_gdro_loss(
-    error: Tensor, anchor_error: Tensor, signal: Tensor, *, beta: float, gamma: float, tau: float = 0.05
-) -> Tensor:
-    """`gdro_loss` of the samples [K] of one group."""
-    return gdro_loss(error[None], anchor_error[None], signal[None], beta=beta, gamma=gamma, tau=tau)[0]
+    """[N, ...] change of velocity towards better end points of each sample's group, see `GUIDANCE`."""
 
 
 ON_VELOCITIES = {
@@ -85,8 +69,11 @@ ON_VELOCITIES = {
     "ram": Stage(ram_loss, v_ref="anchor", advantage="signal"),
     "covariance": Stage(covariance_loss),
     "distil": Stage(distillation_loss),
+    "fdfo": Stage(fdfo_loss),
 }
 """Losses of single pairs on the velocity itself."""
+GUIDANCE = {"covariance": covariance_guidance, "fdfo": pair_guidance}
+"""Losses that take a direction of the group: name -> function of (end points [K, ...], signal [K])."""
 ON_ERRORS = {
     "elbo": Stage(ppo_clip, log_ratio=Stage(error_log_ratio), advantage="signal"),
     "weighted": Stage(weighted_error),
@@ -96,6 +83,7 @@ OF_GROUPS = {
     "crd": Stage(crd_loss, advantage="signal"),
     "dpo": Stage(pair_preference_loss),
     "gdro": Stage(group_gdro_loss),
+    "dgpo": Stage(dgpo_loss),
     "kto": Stage(diffusion_kto_loss),
 }
 """Losses that compare the errors of several samples of a prompt at one noise level."""
@@ -114,7 +102,8 @@ MATRIX_SIGNALS = {"gdpo": gdpo_advantages, "normalise_then_sum": normalise_then_
 
 _ANCHORS: dict[str, tuple[Anchor, ...]] = {
     **dict.fromkeys(("nft", "ram", "covariance", "crd", "dpo", "gdro", "kto"), ("old", "reference")),
-    "elbo": ("old",),
+    **dict.fromkeys(("elbo", "fdfo"), ("old",)),
+    "dgpo": ("reference",),
     "weighted": ("none",),
     "distil": ("expert",),
 }
@@ -227,6 +216,11 @@ class Regression:
         return self.kl > 0 or self.anchor == "reference"
 
     @property
+    def asks_old(self) -> bool:
+        """True if each pair may need a pass of the policy that sampled."""
+        return self.anchor == "old" or (self.loss == "dgpo" and bool({"eps_low", "eps_high"} & {*self.loss_options}))
+
+    @property
     def keeps_old(self) -> bool:
         """True if the old policy outlives an iteration."""
         return self.old_decay[2] > 0
@@ -262,7 +256,7 @@ class Regression:
         """ℓ [N] of single pairs with their signals [N]."""
         signal = signal.to(pairs.sigma.dtype)
         if self.loss in ON_ERRORS:
-            return self.group_loss(*self.errors(pairs), signal)
+            return self.group_loss(self.errors(pairs), signal)
         loss = LOSSES[self.loss](SimpleNamespace(**vars(pairs), signal=signal), self.loss_options)
         return loss if self.loss == "nft" else level_weight(pairs.sigma, self._weighting) * loss
 
@@ -270,19 +264,18 @@ class Regression:
     def _weighting(self) -> Any:
         return "uniform" if self.weighting == "prediction" else self.weighting
 
-    def errors(self, pairs: PairOutput) -> tuple[Tensor, Tensor]:
-        """(error [N] differentiable, that of the anchor [N]) of a loss on errors."""
-        error = matching_error(pairs.v, pairs.target, pairs.sigma, weighting=self._weighting)
-        if pairs.anchor is None:
-            return error, error.detach()
+    def errors(self, pairs: PairOutput) -> tuple[Tensor, Tensor, Tensor]:
+        """(error [N] differentiable, that of the anchor [N], that of the old policy [N]) of a loss on errors."""
+        against = partial(matching_error, target=pairs.target, sigma=pairs.sigma, weighting=self._weighting)
+        error = against(pairs.v)
         with torch.no_grad():
-            other = matching_error(pairs.anchor, pairs.target, pairs.sigma, weighting=self._weighting)
-        return error, other
+            anchor, old = (error.detach() if v is None else against(v) for v in (pairs.anchor, pairs.old))
+        return error, anchor, old
 
-    def group_loss(self, error: Tensor, anchor_error: Tensor, signal: Tensor) -> Tensor:
-        """ℓ of samples [K] of one prompt at one level, a scalar; of "dpo" two, the better first."""
-        step = SimpleNamespace(error=error, anchor_error=anchor_error, signal=signal.to(error.dtype))
-        return LOSSES[self.loss](step, self.loss_options)
+    def group_loss(self, errors: Sequence[Tensor], signal: Tensor) -> Tensor:
+        """ℓ of samples [K] of one prompt at one level, a scalar, from `errors`; of "dpo" two, the better first."""
+        columns = dict(zip(("error", "anchor_error", "old_error"), errors, strict=True))
+        return LOSSES[self.loss](SimpleNamespace(**columns, signal=signal.to(errors[0].dtype)), self.loss_options)
 
 
 def _has_density_options(r: Regression) -> bool:
@@ -319,11 +312,11 @@ RULES: tuple[tuple[Callable[[Regression], bool], str], ...] = (
     ),
     (
         lambda r: (
-            r.visited
-            and (r.loss, r.levels, r.continuous, r.level_range, r.noise)
-            != ("distil", None, False, (0.0, 1.0), "sample")
+            (r.visited or r.loss == "fdfo")
+            and (r.visited and r.loss in ("distil", "fdfo"), r.levels, r.continuous, r.level_range, r.noise)
+            != (True, None, False, (0.0, 1.0), "sample")
         ),
-        "visited=True learns at the sampler's own states, by loss='distil' alone, without levels, "
+        "visited=True learns at the sampler's own states, by loss='distil' or always 'fdfo', without levels, "
         "level_range, continuous and noise, which are of noised end points. The sampler's steps are chosen "
         "by rollout.sde_steps and rollout.train_steps.",
     ),
@@ -334,7 +327,7 @@ RULES: tuple[tuple[Callable[[Regression], bool], str], ...] = (
     ),
     (
         lambda r: r.visited and r.keeps_old,
-        "old_decay is {old_decay}, and visited=True asks no old policy. Leave it out.",
+        "old_decay is {old_decay}, and visited=True learns where the newest policy went. Leave it out.",
     ),
     (
         lambda r: r.kl_until is not None and (r.kl_until < 1 or not r.kl),
@@ -416,6 +409,13 @@ REGRESSIONS: dict[str, Regression] = {
         loss_options={"scale": 1.0},
         signal_options={"scale": "group", "ddof": 0},
     ),
+    "fdfo": Regression(
+        source="McAllister et al., FDFO, arXiv 2603.12893: pairs of one path; ε of SPO, arXiv 2401.16025",
+        loss="fdfo",
+        loss_options={"epsilon": 0.2},
+        visited=True,
+        signal_options={"scale": "none"},
+    ),
     "opd": Regression(
         source="on-policy distillation: Fang et al., Flow-OPD, arXiv 2605.08063; velocities, without its SDE "
         "weights and its task-agnostic teacher, for which there is kl",
@@ -460,6 +460,15 @@ REGRESSIONS: dict[str, Regression] = {
         loss_options={"beta": 12.0, "gamma": 0.5, "tau": 0.05},
         anchor="reference",
         signal="reward",
+        noise="group",
+    ),
+    "dgpo": Regression(
+        source="Luo et al., DGPO, arXiv 2510.08425; without the clip to the old policy of Flow-Factory",
+        loss="dgpo",
+        loss_options={"beta": 100.0},
+        anchor="reference",
+        signal_options={"scale": "group", "ddof": 0},
+        clamp=5.0,
         noise="group",
     ),
     "diffusion_dpo": Regression(

@@ -68,6 +68,27 @@ def best_worst_pairs(reward: Tensor, group: Labels, *, valid: Tensor | None = No
     return torch.stack(pairs) if pairs else torch.zeros(0, 2, dtype=torch.int64)
 
 
+def best_and_worst(reward: Tensor, group: Labels, *, best: int, worst: int, valid: Tensor | None = None) -> Tensor:
+    """List the rows of each group's `best` highest rewards, then the `worst` lowest of the rest, best and worst first.
+
+    Of ties the first comes first. Rewards that are not `valid` are between the two, and listed only where a group has
+    too few others; without `valid` they are refused. Sol-RL, arXiv 2604.06916.
+    """
+    if valid is None and not bool(torch.isfinite(reward).all()):
+        raise ValueError("Some rewards are not finite. Say by `valid` which of them count.")
+    index, groups = group_index(group, len(reward), reward.device)
+    present, chosen = present_entries(reward, valid), []
+    for number in range(groups):
+        rows = (index == number).nonzero()[:, 0]
+        if len(rows) < best + worst:
+            raise ValueError(f"A group has {len(rows)} samples, fewer than best + worst = {best} + {worst}.")
+        value = torch.where(present[rows], reward[rows].double(), torch.nan)
+        order = value.nan_to_num(nan=-torch.inf).argsort(descending=True, stable=True)
+        rest = order[best:].sort().values
+        chosen += [rows[order[:best]], rows[rest[value[rest].nan_to_num(nan=torch.inf).argsort(stable=True)[:worst]]]]
+    return torch.cat(chosen)
+
+
 def level_position(share: Tensor, density: str, *, mean: float = 0.0, std: float = 1.0, scale: float = 1.29) -> Tensor:
     """Map shares w in (0, 1), uniform, to positions u on the training levels, 0 being pure noise.
 

@@ -53,6 +53,6 @@ def planned_passes(row: Regression, updates: int, *, passes: int, reference: int
     kl_share = 1.0 if until is None else min(1.0, until / iterations)
     # an iteration's first update is on-policy where the old policy is the current one, bit for bit
     on_policy = sum(not row.keeps_old or i == 0 or row.decay_at(i - 1) == 0 for i in range(iterations))
-    old = 1 - on_policy / iterations / updates if row.anchor == "old" else 0.0
+    old = 1 - on_policy / iterations / updates if row.asks_old else 0.0
     other_policies = row.asks_reference * kl_share + (row.anchor == "expert")
     return other_policies * reference / passes + old + (row.average_kl > 0)

@@ -28,6 +28,7 @@ from visalign.training.loop.judging import (
     as_higher_is_better,
     check_failures,
     concatenate_scores,
+    rank_agreement,
     reward_columns,
     score_metrics,
 )
@@ -44,7 +45,7 @@ from .image_statistics import STATISTICS, group_diversity, image_statistics
 from .references import KEY as REFERENCES
 from .references import ReferenceImages
 from .rollout_settings import RolloutSettings, check_more_samples, check_processes, check_sampling, check_sharding
-from .samples import Features, PendingImages, Records, ScoredImages, Stored, select_images
+from .samples import Features, PendingImages, Records, ScoredImages, Stored, scout_pool, select_images
 from .settings import DiffusionObjectiveSettings
 
 
@@ -159,7 +160,8 @@ class ImageAlgorithm(Algorithm):
     ) -> PromptSampler | BucketSampler:
         """Build the order of the prompts; stored images of several sizes come bucket by bucket."""
         rollout = self.rollout
-        size, buckets = (rollout.prompts_per_iteration, rollout.group_size), []
+        pool = rollout.group_size if rollout.scout is None else rollout.scout.pool
+        size, buckets = (rollout.prompts_per_iteration, pool), []
         if self.stored is not None and rollout.image_sizes:
             buckets = [record["bucket"] for record in self.records if "bucket" in record]
         if buckets:
@@ -241,6 +243,10 @@ class ImageAlgorithm(Algorithm):
         batch, records = self.prompts(number, iteration)
         if self.stored is not None:
             return self._load_stored(batch, records, clock)
+        scouted = None
+        if (scout := self.rollout.scout) is not None:
+            rows, scouted = scout_pool(self, scout, batch, records, clock)
+            batch, records = batch.rows(rows), [records[i] for i in rows.tolist()]
         shares_steps = self.rollout.shared_noise or self.rollout.branch is not None
         chunks = self.scorer.chunks(batch.group_id.tolist(), self.rollout.overlap, whole_groups=shares_steps)
         condition = self.encode(records, clock)
@@ -248,11 +254,11 @@ class ImageAlgorithm(Algorithm):
         for rows in chunks:
             conditions = condition if len(chunks) == 1 else condition.select(rows)
             trajectories.append(self.roll_out(conditions, batch, rows, sde_steps, clock))
-            images, measured = self._decode(trajectories[-1].latents, clock)
+            images, measured = self.decode(trajectories[-1].latents, clock)
             chunk = [records[i] for i in rows.tolist()]
             if self.keep_images is not None:
                 self.keep_images(f"{number:05d}_{int(rows[0]):04d}", images, chunk)
-            scores.append(self._submit(images, chunk, clock))
+            scores.append(self.submit(images, chunk, clock))
             statistics.append(measured)
         return PendingImages(
             condition=condition,
@@ -261,6 +267,7 @@ class ImageAlgorithm(Algorithm):
             records=records,
             scores=scores,
             statistics=torch.cat(statistics),
+            scouted=scouted,
         )
 
     def _load_stored(self, batch: Batch, records: Records, clock: PhaseClock) -> PendingImages:
@@ -279,7 +286,7 @@ class ImageAlgorithm(Algorithm):
             trajectory=trajectory_of_latents(latents),
             batch=batch,
             records=merged,
-            scores=[self._submit(latents, merged, clock)],
+            scores=[self.submit(latents, merged, clock)],
             statistics=None,
         )
 
@@ -296,6 +303,8 @@ class ImageAlgorithm(Algorithm):
             metrics |= {f"image/{n}": mean for n, mean in zip(STATISTICS, statistics.mean(0).tolist(), strict=False)}
             if self.features is not None:
                 metrics["diversity"] = group_diversity(statistics[:, len(STATISTICS) :], group)
+        if pending.scouted is not None:
+            metrics["scout_agreement"] = rank_agreement(value, self.gather_all(pending.scouted), group)
         return ScoredImages(
             condition=pending.condition,
             trajectory=pending.trajectory,
@@ -312,11 +321,11 @@ class ImageAlgorithm(Algorithm):
 
     def score(self, latents: Tensor, records: Records, clock: PhaseClock) -> Scores:
         """Score clean latents [b, ...] of this process with the reward."""
-        wait = self._submit(self._decode(latents, clock, measured=False)[0], records, clock)
+        wait = self.submit(self.decode(latents, clock, measured=False)[0], records, clock)
         with clock.phase("reward"):
             return wait()
 
-    def _decode(self, latents: Tensor, clock: PhaseClock, *, measured: bool = True) -> tuple[Tensor, Tensor]:
+    def decode(self, latents: Tensor, clock: PhaseClock, *, measured: bool = True) -> tuple[Tensor, Tensor]:
         """Decode to images [b, 3, H, W], or clips [b, F, 3, H, W] for a reward of clips; with their statistics.
 
         They stay on the GPU for a reward that takes them there.
@@ -330,7 +339,7 @@ class ImageAlgorithm(Algorithm):
             images.append(decoded if reward.takes_gpu_images else decoded.cpu())
         return torch.cat(images), torch.cat(statistics)
 
-    def _submit(self, images: Tensor, records: Records, clock: PhaseClock) -> Callable[[], Scores]:
+    def submit(self, images: Tensor, records: Records, clock: PhaseClock) -> Callable[[], Scores]:
         with clock.phase("reward"):
             return self.scorer.submit(images, records)
 

@@ -44,6 +44,23 @@ PUBLISHED: dict[str, tuple[str, str]] = {
         f"{_FLOW} rollout.schedule=precise rollout.noise_level=1.5",
         "the sampler of arXiv 2605.23522; the header of `sd35_flow_cps` has its settings",
     ),
+    "flash_grpo": (
+        f"{_FLOW} objective.changes.step_weight=inverse_gradient rollout.sde_window=1 rollout.schedule=linear "
+        "rollout.noise_level=1",
+        "Flash-GRPO, arXiv 2605.15980; `wan_flash_grpo` is a whole configuration",
+    ),
+    "tempflow_grpo": (
+        f"{_FLOW} objective.changes.step_weight=std rollout.sde_window=1 rollout.shared_noise=true",
+        "TempFlow-GRPO, arXiv 2508.04324: paths of a prompt part at one step",
+    ),
+    "uni_grpo": (
+        "objective.algorithm=grpo_guard 'objective.changes={kl: 0.01, kl_form: velocity}' model.guidance=1",
+        "the image part of UniGRPO, arXiv 2603.23500: no guidance, normed ratio, KL of velocities",
+    ),
+    "sol_rl": (
+        "objective.algorithm=diffusion_nft 'rollout.scout={pool: 96, steps: 6}' rollout.group_size=24",
+        "Sol-RL, arXiv 2604.06916, with any regression at noised end points",
+    ),
     "ddpo": (
         f"{_BY_GROUP} rollout.schedule=ddim rollout.noise_level=1.0",
         "DDPO, arXiv 2305.13301, with groups; `sd15_ddpo` is a whole configuration",

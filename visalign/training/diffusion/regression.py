@@ -26,8 +26,7 @@ from torch import Tensor
 
 from visalign.core.groups.group_statistics import group_extremes
 from visalign.core.groups.labels import group_index
-from visalign.core.regression.losses import covariance_guidance
-from visalign.core.regression.rows import MATRIX_SIGNALS, REGRESSIONS, PairOutput, Regression
+from visalign.core.regression.rows import GUIDANCE, MATRIX_SIGNALS, REGRESSIONS, PairOutput, Regression
 from visalign.core.regression.signals import best_worst_pairs, level_position
 from visalign.core.surrogates.kl import velocity_kl
 from visalign.flow.noise import initial_noise
@@ -123,7 +122,7 @@ class VelocityRegression(ImageAlgorithm):
         """Sample with the old policy, decode and score one iteration's groups."""
         iteration = run.counters.iteration
         updates = self.settings.epochs * run.optimizer.updates_per_iteration
-        if self._old is None and self.row.anchor == "old" and (self.row.keeps_old or updates > 1):
+        if self._old is None and self.row.asks_old and (self.row.keeps_old or updates > 1):
             self._old = EMA(self.policy.trainable_parameters(), decay=0.5, warmup=False)
         if self._old is not None and not self.row.keeps_old:
             self._old.update(1, decay=0.0)
@@ -159,15 +158,14 @@ class VelocityRegression(ImageAlgorithm):
             levels=len(visited) or self.row.level_count(self.rollout.steps),
             visited=visited,
         )
-        if self.row.loss == "covariance":
+        if (direction := GUIDANCE.get(self.row.loss)) is not None:
             x0, group = images.trajectory.latents, images.batch.group_id
             own_present = present[images.own]
-            experience.guidance = torch.zeros_like(x0, dtype=torch.promote_types(x0.dtype, torch.float32))
+            change = experience.guidance = torch.zeros_like(x0, dtype=torch.promote_types(x0.dtype, torch.float32))
             for label in group.unique():
                 rows = ((group == label) & own_present).nonzero()[:, 0]
                 if len(rows):
-                    own_signal = signal[images.own[rows]].to(experience.guidance)
-                    experience.guidance[group == label] = covariance_guidance(x0[rows], own_signal)
+                    change[rows] = direction(x0[rows], signal[images.own[rows]].to(change))
         return experience
 
     def prepare(self, experience: EndPoints, run: Context) -> list[RegressionStep]:
@@ -299,10 +297,9 @@ class VelocityRegression(ImageAlgorithm):
         parts = torch.arange(len(sample)).split(size)
         with torch.no_grad():
             chunks = [self._outputs(experience, step, sample[part], level[part]) for part in parts]
-        errors = [row.errors(pairs) for pairs, *_ in chunks]
-        leaf = torch.cat([error for error, _ in errors]).requires_grad_()
-        rest = torch.cat([other for _, other in errors]), torch.cat([signal for _, signal, _ in chunks])
-        loss = row.group_loss(leaf, *rest)
+        error, *others = map(torch.cat, zip(*(row.errors(pairs) for pairs, *_ in chunks), strict=True))
+        leaf = error.requires_grad_()
+        loss = row.group_loss((leaf, *others), torch.cat([signal for _, signal, _ in chunks]))
         (slope,) = torch.autograd.grad(loss, leaf)
         sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.policy.device)
         for part in parts:
@@ -318,7 +315,7 @@ class VelocityRegression(ImageAlgorithm):
         if not row.of_groups:
             return row.pair_loss(pairs, signal).sum()
         units = zip(*(column.split(list(lengths)) for column in (*row.errors(pairs), signal)), strict=True)
-        return torch.stack([row.group_loss(*unit) for unit in units]).sum()
+        return torch.stack([row.group_loss(unit[:-1], unit[-1]) for unit in units]).sum()
 
     def _backward_sum(self, outputs: Outputs, loss: Tensor, share: Tensor, scale: float) -> Tensor:
         """Backpropagate a micro-batch's sum; return its `SUMS`."""
@@ -335,27 +332,28 @@ class VelocityRegression(ImageAlgorithm):
         row, images = experience.row, experience.images
         condition = images.condition.select(sample)
         x, target, sigma, time = self._noised(experience, sample, level, step.epoch)
-        anchor = v_ref = v_average = None
+        old = expert = v_ref = v_average = None
         # the others before the own forward: weights are swapped in place
         with torch.no_grad(), self.accelerator.autocast():
             if step.kl > 0 or row.anchor == "reference":
                 with self.reference.applied(), guidance_scale(self.policy, row.reference_guidance):
                     v_ref = velocity_of(self.policy, x, sigma, condition, time)
-            if row.anchor == "old" and not step.on_policy:
+            if row.asks_old and not step.on_policy:
                 with self._with_old():
-                    anchor = velocity_of(self.policy, x, sigma, condition, time)
+                    old = velocity_of(self.policy, x, sigma, condition, time)
             if step.average_kl > 0 and self._average is not None:
                 with self._average.applied():
                     v_average = velocity_of(self.policy, x, sigma, condition, time)
             if self.experts is not None:
                 with guidance_scale(self.policy, row.reference_guidance):
                     records = [images.records[i] for i in sample.tolist()]
-                    anchor = self.experts.velocity(records, x, sigma, condition, time)
+                    expert = self.experts.velocity(records, x, sigma, condition, time)
         v = self.module(x, sigma, condition, time)
-        old = v.detach() if step.on_policy else anchor
-        anchors = {"none": None, "reference": v_ref, "old": old, "expert": anchor}
+        old = v.detach() if step.on_policy else old
+        anchors = {"none": None, "reference": v_ref, "old": old, "expert": expert}
         guidance = None if experience.guidance is None else experience.guidance[sample.to(x.device)]
-        pairs = PairOutput(v=v, target=target, sigma=sigma, anchor=anchors[row.anchor], guidance=guidance)
+        others = {"anchor": anchors[row.anchor], "old": old if row.loss == "dgpo" else None, "guidance": guidance}
+        pairs = PairOutput(v=v, target=target, sigma=sigma, **others)
         strengths = zip(PULLS, (step.kl, step.average_kl), (v_ref, v_average), strict=True)
         pulls = {name: k * velocity_kl(v, other) for name, k, other in strengths if k > 0 and other is not None}
         return pairs, experience.signal[images.own[sample]].to(v), pulls
@@ -446,7 +444,7 @@ class VelocityRegression(ImageAlgorithm):
         super().restore(run)
         if self.imitation is not None:
             self.imitation.load(run.tensors[REPLAY])
-        if self.row.keeps_old and self.row.anchor == "old":
+        if self.row.keeps_old and self.row.asks_old:
             self._old = EMA(self.policy.trainable_parameters(), decay=0.5, warmup=False)
             self._old.load(run.tensors[OLD])
         if self.row.average_kl > 0:

@@ -7,7 +7,7 @@ The defaults are Flow-GRPO's published ones for SD3.5-M (arXiv 2505.05470).
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import Field
 from torch import Tensor
 
-from visalign.core.regression.rows import Regression
+from visalign.core.regression.rows import GUIDANCE, Regression
 from visalign.errors import UserError
 from visalign.flow.rollout import visited_steps
 from visalign.flow.transitions import REPLACING, SHARES, Solver
@@ -24,7 +24,6 @@ from visalign.flow.windows import WindowOrder, window_steps
 from visalign.interfaces import RewardCapabilities
 from visalign.seeds import sample_seed
 from visalign.settings import (
-    MOST_COUNTED,
     Count,
     Natural,
     NonNegative,
@@ -41,27 +40,7 @@ from visalign.training.loop.sampler import check_batch_algebra, check_batch_rewa
 from visalign.training.policy.settings import stale_message
 from visalign.training.policy.winners import ReplaySettings
 
-from .settings import DiffusionObjectiveSettings
-
-
-@settings("rollout.branch")
-class BranchSettings:
-    """Steps at which the images of a prompt branch (BranchGRPO, arXiv 2509.06040)."""
-
-    at: list[Natural]
-    """Stochastic steps at which every path splits into `children`, each with its own noise."""
-    children: Annotated[int, Field(ge=2, le=MOST_COUNTED)] = 2
-    """K, children per split. A tree has K^len(at) images; `group_size` holds one or more trees, each with its
-    own initial noise."""
-
-    @property
-    def leaves(self) -> int:
-        """Images of one tree, K^len(at)."""
-        return self.children ** len(self.at)
-
-    def paths(self, group_size: int, step: int) -> int:
-        """Count the different latents of a group before a step: n_k = G / K^#{a ∈ at: a ≥ k}."""
-        return group_size // self.children ** sum(a >= step for a in self.at)
+from .settings import BranchSettings, DiffusionObjectiveSettings, ScoutSettings, broken_branch, is_no_subset
 
 
 @settings("rollout")
@@ -76,12 +55,12 @@ class RolloutSettings:
     """T, denoising steps."""
     timestep_schedule: Literal["diffusers", "plain"] = "diffusers"
     """Timestep schedule: "diffusers" (the model's scheduler, whose shift is applied twice) or "plain"."""
-    schedule: Literal["flow", "dance", "cps", "ddim", "precise", "dance_precise"] = "flow"
+    schedule: Literal["flow", "dance", "cps", "ddim", "precise", "dance_precise", "linear"] = "flow"
     """Noise schedule of the stochastic steps: "flow" (Flow-GRPO), "dance" (DanceGRPO), "cps" (coefficients-
-    preserving), "ddim" (DDPO), "precise" (keeps the variance of narrow data; published η: 1.5 at 20 steps) or
-    its Dance form, "dance_precise"."""
+    preserving), "ddim" (DDPO), "precise" (keeps the variance of narrow data; published η: 1.5 at 20 steps), its
+    Dance form, "dance_precise", or "linear" (Flash-GRPO; its η is 1)."""
     noise_level: Positive = 0.7
-    """Noise level a (η for "dance", "ddim" and "precise")."""
+    """Noise level a (η for "dance", "ddim", "precise" and "linear")."""
     sde_steps: list[Natural] | None = None
     """Steps that are stochastic, 0 to T-1; the others are deterministic. null: all but the last."""
     sde_window: Count | None = None
@@ -105,6 +84,8 @@ class RolloutSettings:
     branch: BranchSettings | None = None
     """Share the first steps of a group's samples and branch on the way; shared steps are sampled and trained
     once. Needs `objective.credit=branches`. null: every sample on its own."""
+    scout: ScoutSettings | None = None
+    """Draw a larger pool in few steps first, for regressions only, and train on its extremes. null: no pool."""
     train_steps: list[Natural] | None = None
     """Those of `sde_steps` that are trained on; null: all that are stochastic."""
     guidance: NonNegative | None = None
@@ -170,7 +151,13 @@ class RolloutSettings:
     def sampled_per_image(self) -> float:
         """Denoising steps per image, Σ_k n_k / G over the steps taken with n_k = `paths(k)`; mean over windows."""
         routes = [visited_steps(self.steps, [window[-1]], self.ode_compression) for window in self.windows]
-        return sum(sum(map(self.paths, route[:-1])) for route in routes) / len(routes) / self.group_size
+        exact = sum(sum(map(self.paths, route[:-1])) for route in routes) / len(routes) / self.group_size
+        return exact if self.scout is None else exact + self.scouts_per_image * self.scout.steps
+
+    @property
+    def scouts_per_image(self) -> float:
+        """Samples of the pool per image that is trained on."""
+        return 0.0 if self.scout is None else self.scout.pool / self.group_size
 
     @property
     def windows(self) -> list[list[int]]:
@@ -226,13 +213,9 @@ class RolloutSettings:
         return self.trained_per_image
 
 
-def _is_no_subset(steps: Sequence[int] | None, allowed: Collection[int]) -> bool:
-    return steps is not None and (not steps or len(set(steps)) < len(steps) or not set(steps) <= set(allowed))
-
-
 def _broken_rules(s: RolloutSettings) -> Iterator[str]:
     steps, last = s.stochastic, s.steps - 1
-    if _is_no_subset(s.sde_steps, range(s.steps)):
+    if is_no_subset(s.sde_steps, range(s.steps)):
         yield (
             f"rollout.sde_steps is {s.sde_steps}; list different steps from 0 to rollout.steps - 1 (rollout.steps is "
             f"{s.steps}), or use an algorithm that needs no noise, e.g. objective.algorithm=diffusion_nft."
@@ -247,7 +230,7 @@ def _broken_rules(s: RolloutSettings) -> Iterator[str]:
             f"rollout.sde_steps {steps} holds the last of {s.steps} steps, in which {s.schedule} adds no noise, so it "
             f"has no log-probability. Take {last} out, or set rollout.schedule to flow or dance."
         )
-    if _is_no_subset(s.train_steps, steps):
+    if is_no_subset(s.train_steps, steps):
         yield f"rollout.train_steps is {s.train_steps}; list different steps among the stochastic steps {steps}."
     if (s.sde_window or 0) > len(steps):
         yield f"rollout.sde_window is {s.sde_window}; with {len(steps)} sde_steps it must be 1 to {len(steps)}."
@@ -275,29 +258,12 @@ def _broken_rules(s: RolloutSettings) -> Iterator[str]:
             f"{s.image_sizes} gives it another size. Leave one of the two out."
         )
     if s.branch is not None:
-        yield from _broken_branch(s, s.branch)
-
-
-def _broken_branch(s: RolloutSettings, branch: BranchSettings) -> Iterator[str]:
-    steps = s.stochastic
-    if s.shared_noise or s.sde_window:
+        yield from broken_branch(s, s.branch)
+    if (scout := s.scout) and not (scout.pool > s.group_size >= (scout.best or 0) and scout.steps < s.steps):
         yield (
-            "rollout.branch fixes which steps samples share, and rollout."
-            f"{'shared_noise' if s.shared_noise else 'sde_window'} is set too. Leave one of the two out."
-        )
-    if _is_no_subset(branch.at, steps):
-        yield f"rollout.branch.at is {branch.at}; list different steps among the stochastic steps {steps}."
-    if s.group_size % branch.leaves:
-        yield (
-            f"rollout.group_size is {s.group_size}, and a tree with {branch.children} children at the steps "
-            f"{branch.at} has {branch.leaves} images. Take a multiple of {branch.leaves}, or other "
-            "rollout.branch.at and children."
-        )
-    for step in (step for step in s.trained if s.paths(step + 1) == 1):
-        yield (
-            f"rollout.branch.at is {branch.at}, and all images of a prompt share step {step}: there is nothing to "
-            f"compare it with. Branch there, take {step} out of rollout.sde_steps or train_steps, or let "
-            "rollout.group_size hold several trees."
+            f"rollout.scout has pool={scout.pool}, steps={scout.steps} and best={scout.best}, with rollout.group_size="
+            f"{s.group_size} and rollout.steps={s.steps}. The pool must be larger than the group, its steps fewer "
+            "than those of the rollout, and best at most the group."
         )
 
 
@@ -326,6 +292,12 @@ def _conflicts(objective: DiffusionObjectiveSettings, rollout: RolloutSettings) 
         yield (
             "objective.credit=turning_points completes images with the current weights, and rollout.staleness=1 "
             "sampled them with older ones. Set rollout.staleness=0, or objective.credit=one_step."
+        )
+    if rollout.scout is not None and (row is None or row.visited):
+        yield (
+            "rollout.scout trains on the extremes of a pool, which are no draws of the policy, and "
+            f"{name} learns from the probability or the states of what it drew. Set rollout.scout=null, or take a "
+            "regression at noised end points, e.g. objective.algorithm=diffusion_nft."
         )
     if row is None and (rollout.guidance is not None or rollout.merge_adapters):
         yield (
@@ -363,6 +335,11 @@ def _regression_conflicts(
             f"{name} learns from experts, and there are none. Set objective.experts to the folders of trained "
             'policies, e.g. {counting: runs/a/lora, "*": runs/b/lora}.'
         )
+    if row.loss == "fdfo" and (rollout.group_size, rollout.shared_noise) != (2, True):
+        yield (
+            f"rollout.group_size is {rollout.group_size} and rollout.shared_noise is {rollout.shared_noise}, and "
+            f"{name} compares two branches of one path. Set rollout.group_size=2 and rollout.shared_noise=true."
+        )
     if row.visited and rollout.branch:
         yield (
             f"rollout.branch is {rollout.branch}, and {name} learns at each image's own states. Set "
@@ -372,6 +349,11 @@ def _regression_conflicts(
         yield (
             f"objective.changes.levels is {row.levels}, and the sampler has {steps} timesteps. Take at most {steps}, "
             "or also levels between them: objective.changes.continuous=true."
+        )
+    if stored and rollout.scout is not None:
+        yield (
+            f"rollout.scout is {rollout.scout}, and stored images (data.pairs, data.images) are not sampled. Set "
+            "rollout.scout=null."
         )
     if stored and row.learns_alike and rollout.group_size > 1:
         yield (
@@ -441,6 +423,7 @@ def check_more_samples(
     of_dynamic = {"rollout.staleness=1 samples before the last rewards are known": rollout.staleness > 0}
     of_replay = {
         f"{name} has a ratio to the policy that sampled, which is older": has_ratio,
+        f"{name} learns at states of the iteration's own paths": row is not None and row.visited,
         "rollout.image_sizes gives the latents several sizes": bool(rollout.image_sizes),
         "the references of rewards.terms are renewed, so that stored rewards are of older ones": renewed,
         f"{'' if reward is None else reward.name} compares an iteration's samples": can.needs_group or can.needs_batch,
@@ -464,8 +447,8 @@ def check_processes(objective: DiffusionObjectiveSettings, rollout: RolloutSetti
     row = objective.regression
     check_batch_algebra(rollout.prompts_per_iteration, rollout.group_size, world, compared=objective.compares)
     check_batch_reward(reward, world)
-    by_group = row is not None and (row.of_groups or row.loss == "covariance")
-    if rollout.branch is not None or by_group or reward.capabilities.needs_group:
+    by_group = row is not None and (row.of_groups or row.loss in GUIDANCE)
+    if rollout.branch is not None or rollout.scout is not None or by_group or reward.capabilities.needs_group:
         check_whole_groups(rollout.prompts_per_iteration, world)
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -14,12 +15,18 @@ from torch import Tensor
 
 from visalign.core.groups.group_statistics import group_mean
 from visalign.core.groups.labels import group_index
+from visalign.core.regression.signals import best_and_worst
+from visalign.flow.rollout import rollout
 from visalign.flow.trajectory import Trajectory, concatenate_trajectories, trajectory_of_latents
 from visalign.interfaces import Condition, Metadata, RewardCapabilities, Scores
 from visalign.training.loop.dynamic_groups import ScoredGroup
+from visalign.training.loop.judging import concatenate_scores
 from visalign.training.loop.processes import Shares
+from visalign.training.loop.runtime import PhaseClock
 from visalign.training.loop.sampler import Batch
 from visalign.training.policy.winners import StoredSample, WinnerBuffer, group_means
+
+from .settings import ScoutSettings
 
 Records = Sequence[Mapping[str, Any]]
 Encode = Callable[[Records], Condition]
@@ -62,6 +69,7 @@ class PendingImages(ImageSamples):
 
     scores: Sequence[Callable[[], Scores]]  # One per chunk of samples, in order; a call waits for the chunk's scores
     statistics: Tensor | None  # [b, 4 + d]: `image_statistics`, and features; None for stored images
+    scouted: Tensor | None = None  # [b] scores of the same samples in the pool that they are from
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +91,31 @@ class ScoredImages(ImageSamples):
     def own(self) -> Tensor:
         """[b] indices of this process's samples among the B."""
         return self.shares.own if len(self.shares.own) else torch.zeros(len(self.batch), dtype=torch.int64)
+
+
+def scout_pool(
+    algorithm: Any, scout: ScoutSettings, batch: Batch, records: Records, clock: PhaseClock
+) -> tuple[Tensor, Tensor]:
+    """Return the rows of a pool for an `ImageAlgorithm` to draw in all steps, and their scores in few, NaN if missing.
+
+    A sample's seed is that of its place in the pool, so the exact image is the one that the scout foretold.
+    """
+    settings, policy, waiting = algorithm.rollout, algorithm.policy, []
+    condition, group = algorithm.encode(records, clock), batch.group_id.tolist()
+    sigmas = policy.sigmas(scout.steps, timestep_schedule=settings.timestep_schedule)
+    options = {"sigmas": sigmas, "batch_size": settings.batch_size, "solver": settings.solver}
+    for rows in algorithm.scorer.chunks(group, math.ceil(len(batch) / settings.batch_size), whole_groups=True):
+        seeds = algorithm.sample_seeds(batch.sample_id[rows])
+        with clock.phase("rollout"), algorithm.accelerator.autocast():
+            latents = rollout(policy, condition.select(rows), seeds=seeds, **options).latents
+        images, _ = algorithm.decode(latents, clock, measured=False)
+        waiting.append(algorithm.submit(images, [records[i] for i in rows.tolist()], clock))
+    with clock.phase("reward"):
+        scores = concatenate_scores([wait() for wait in waiting])
+    value = torch.where(scores.valid, scores.value, torch.nan).double().cpu()
+    best = settings.group_size // 2 if scout.best is None else scout.best
+    rows = best_and_worst(value, group, best=best, worst=settings.group_size - best, valid=scores.valid.cpu())
+    return rows, value[rows]
 
 
 def select_images(taken: Sequence[ScoredGroup], encode: Encode) -> ScoredImages:

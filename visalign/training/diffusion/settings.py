@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of the objective on images; the defaults are Flow-GRPO's published ones for SD3.5-M (arXiv 2505.05470)."""
+"""Settings of the objective on images, and of trees and pools of samples.
+
+The defaults are Flow-GRPO's published ones for SD3.5-M (arXiv 2505.05470).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from visalign.core import Objective
 from visalign.core.objective.algorithms import NAMED
@@ -13,7 +18,7 @@ from visalign.core.regression.ascents import ASCENTS, Ascent, named_ascent
 from visalign.core.regression.few_step import FEW_STEP, FewStep, named_few_step
 from visalign.core.regression.rows import MATRIX_SIGNALS, REGRESSIONS, Regression, named_regression
 from visalign.errors import UserError
-from visalign.settings import NonNegative, Positive, refuse, settings
+from visalign.settings import MOST_COUNTED, Count, Natural, NonNegative, Positive, Steps, refuse, settings
 from visalign.training.policy.settings import MATRIX_ADVANTAGES, ObjectiveSettings
 from visalign.training.policy.update import couples_decisions
 
@@ -222,4 +227,68 @@ def _broken_rules(s: DiffusionObjectiveSettings) -> Iterator[str]:
         yield (
             f"objective.metric is {s.metric!r}, which splits groups with advantage='canon' only. Set "
             "objective.algorithm=canon, or objective.metric=null."
+        )
+
+
+@settings("rollout.branch")
+class BranchSettings:
+    """Steps at which the images of a prompt branch (BranchGRPO, arXiv 2509.06040)."""
+
+    at: list[Natural]
+    """Stochastic steps at which every path splits into `children`, each with its own noise."""
+    children: Annotated[int, Field(ge=2, le=MOST_COUNTED)] = 2
+    """K, children per split. A tree has K^len(at) images; `group_size` holds one or more trees, each with its
+    own initial noise."""
+
+    @property
+    def leaves(self) -> int:
+        """Images of one tree, K^len(at)."""
+        return self.children ** len(self.at)
+
+    def paths(self, group_size: int, step: int) -> int:
+        """Count the different latents of a group before a step: n_k = G / K^#{a ∈ at: a ≥ k}."""
+        return group_size // self.children ** sum(a >= step for a in self.at)
+
+
+@settings("rollout.scout")
+class ScoutSettings:
+    """Pool of samples per prompt that few steps draw and the reward ranks (Sol-RL, arXiv 2604.06916).
+
+    Its best and worst are drawn again in all steps, from the same seeds, and these alone are trained on.
+    """
+
+    pool: Count = 96
+    """M, samples per prompt in the pool; `group_size` of them are trained on."""
+    steps: Steps = 6
+    """Denoising steps of the pool, fewer than `rollout.steps`."""
+    best: Natural | None = None
+    """Trained samples that are the best of the pool, the others being its worst; null: half of `group_size`."""
+
+
+def is_no_subset(steps: Sequence[int] | None, allowed: Collection[int]) -> bool:
+    """Return True for a list that is empty, repeats, or leaves what is allowed."""
+    return steps is not None and (not steps or len(set(steps)) < len(steps) or not set(steps) <= set(allowed))
+
+
+def broken_branch(s: Any, branch: BranchSettings) -> Iterator[str]:
+    """Yield what is wrong with branches."""
+    steps = s.stochastic
+    if s.shared_noise or s.sde_window:
+        yield (
+            "rollout.branch fixes which steps samples share, and rollout."
+            f"{'shared_noise' if s.shared_noise else 'sde_window'} is set too. Leave one of the two out."
+        )
+    if is_no_subset(branch.at, steps):
+        yield f"rollout.branch.at is {branch.at}; list different steps among the stochastic steps {steps}."
+    if s.group_size % branch.leaves:
+        yield (
+            f"rollout.group_size is {s.group_size}, and a tree with {branch.children} children at the steps "
+            f"{branch.at} has {branch.leaves} images. Take a multiple of {branch.leaves}, or other "
+            "rollout.branch.at and children."
+        )
+    for step in (step for step in s.trained if s.paths(step + 1) == 1):
+        yield (
+            f"rollout.branch.at is {branch.at}, and all images of a prompt share step {step}: there is nothing to "
+            f"compare it with. Branch there, take {step} out of rollout.sde_steps or train_steps, or let "
+            "rollout.group_size hold several trees."
         )

@@ -39,6 +39,8 @@ METRICS: dict[str, str] = {
     "diversity": "images: mean cosine distance of two of a group in the features of `monitor.features`; "
     "completions: distinct-2, different pairs of neighbouring tokens of a group over all of them",
     "diversity_ratio": "mean of diversity over the latest iterations over that of the first",
+    "scout_agreement": "rank agreement of a sample's reward with its reward in the pool of `rollout.scout`: Kendall's "
+    "τ-b within groups, mean over groups, −1 to 1; low where too few steps choose by chance",
     "reward_multiplier/*": "Lagrange multiplier of one reward that has a bound (rewards.terms.LABEL.bound)",
     "reward_weight/*": "weight of one reward in the sum of the advantages (objective.balance_every)",
     "valid_share": "share of samples that the reward could score, 0 to 1",

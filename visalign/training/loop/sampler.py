@@ -29,6 +29,10 @@ class Batch:
     def __len__(self) -> int:
         return self.prompt_index.shape[0]
 
+    def rows(self, index: Tensor) -> Batch:
+        """Select the samples `index` [n] int64."""
+        return Batch(**{name: column[index] for name, column in vars(self).items()})
+
 
 def check_batch_algebra(
     prompts_per_iteration: int, group_size: int, world_size: int = 1, *, compared: bool = True
