@@ -40,6 +40,7 @@ from visalign.training import (
     RewardModeling,
     RewardObjectiveSettings,
     RunSettings,
+    ScoutSettings,
     SelfImitationSettings,
     Trainer,
     end_processes,
@@ -165,6 +166,7 @@ def process_reward(folder: Path, accelerator: Accelerator, sharding: bool = Fals
     return trainer
 
 
+SCOUTED = {"prompts_per_iteration": 4, "group_size": 4, "scout": ScoutSettings(pool=6, steps=2)}
 BRANCHES = {"prompts_per_iteration": 4, "group_size": 4, "branch": BranchSettings(at=[0, 1])}
 
 
@@ -190,7 +192,7 @@ def images(
         folder,
         accelerator=accelerator,
         objective={"algorithm": row, "changes": changes, **objective},
-        rollout=rollout or ({} if row == "crd" else UNEVEN),
+        rollout=rollout or UNEVEN,
         optimizer={"micro_batch": 7, "lr": 1e-3, **({"eps": 1e-2} if row == "flowrl" else {})},
         run={"iterations": 3 if added else 2, "checkpoint_every": 1},
         **dict(added),
@@ -258,7 +260,7 @@ JOBS: dict[str, Callable[[Path, Accelerator], Trainer[Any]]] = {
     "judge+sharded": lambda f, a: judge(f, a, sharding=True),
     "process_reward+sharded": lambda f, a: process_reward(f, a, sharding=True),
     "diffusion_nft": lambda f, a: images(f, a, "diffusion_nft"),
-    "crd": lambda f, a: images(f, a, "crd"),
+    "crd": lambda f, a: images(f, a, "crd", rollout=SCOUTED),
     "draft": lambda f, a: images(f, a, "draft"),
 }
 

@@ -45,7 +45,7 @@ def test_extremes_of_the_pool_are_drawn_again_from_their_seeds(best: int | None,
     condition, seeds = policy.encode(prompts), algorithm.sample_seeds(pool.sample_id)
     scouts, exact = (rollout(policy, condition, sigmas=policy.sigmas(n), seeds=seeds).latents for n in (2, 4))
     foretold = Brightness().score(policy.decode(scouts), prompts).value.view(6, 12)
-    order = foretold.argsort(1, descending=True, stable=True)
+    order = foretold.argsort(dim=1, descending=True, stable=True)
     rows = (order[:, :4] if best else order[:, [0, 1, -1, -2]]) + 12 * torch.arange(6)[:, None]
     images = algorithm.collect(trainer.context).experience.images
     assert images.batch.sample_id.tolist() == pool.sample_id[rows.flatten()].tolist() and len(images.value) == 24
