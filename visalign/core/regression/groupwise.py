@@ -9,6 +9,8 @@ from torch import Tensor
 from visalign.core.checks import check_axes
 from visalign.core.precision import float32
 
+from .few_step import preference_weights
+
 
 def soft_plackett_luce(score: Tensor, reward: Tensor, *, tau: float = 0.05) -> Tensor:
     """Rank the samples of a prompt by their rewards, stage by stage, with soft targets: a loss per prompt [P].
@@ -89,12 +91,12 @@ def dgpo_loss(
     With ε_low or ε_high samples whose e^(e_old − e) has left 1 − ε_low or 1 + ε_high as A asks carry no gradient, as
     in Flow-Factory. Luo et al., arXiv 2510.08425 (β = 100).
     """
-    moved, value = float32(error) - anchor_error.detach(), float32(error)
-    weight = torch.sigmoid(beta * (signal * moved.detach()).mean())
+    value = float32(error)
+    weight, _ = preference_weights(value, anchor_error, signal, [0] * len(signal), beta=beta)
     if old_error is not None:
         shift = torch.expm1(old_error.detach() - value.detach())
         value = torch.where(torch.where(signal > 0, shift > eps_high, shift < -eps_low), value.detach(), value)
-    return weight * (signal * value).mean()
+    return (weight * value).mean()
 
 
 def _ranking(reward: Tensor) -> tuple[Tensor, Tensor]:
