@@ -14,8 +14,8 @@ TEXT_ONLY = (
 )  # fmt: skip
 """Keys of text policies only."""
 
-REGRESSION_ONLY = ("match_error", "anchor_distance", "scout_agreement")
-"""Keys of image regressions only."""
+REGRESSION_ONLY = ("match_error", "anchor_distance", "scout_agreement", "surrogate_stopped")
+"""Keys of image regressions and few-step students only."""
 
 ASCENT_ONLY = ("reward_gradient",)
 """Keys of training through the reward's gradient only."""
