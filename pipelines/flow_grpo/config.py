@@ -127,6 +127,10 @@ class DataConfig:
     at the nearest shape of rollout.image_sizes. Then data.train and rewards are unused."""
     images_size: Records | None = None
     """At most so many of data.images; null: all, and 2,000 of shapes:images."""
+    cache: str | None = None
+    """Folder of encoded images and prompts, for data.images and data.pairs; created, and shared by runs. The prompts
+    are encoded before training, after which the text encoders leave memory; where all are there they are not loaded.
+    Entries depend on the model's files, dtype, options and image size, and on the content of an image."""
     caption_dropout: Share = 0.0
     """Share of data.images whose caption is left out, so that guidance keeps its meaning."""
     heldout: str | None = None
@@ -265,6 +269,13 @@ def _unfit_images(s: FlowGRPOConfig) -> Iterator[str]:
         yield "data.caption_dropout is 1, which leaves no caption to learn. Set it below 1, e.g. 0.1."
     if data.images is None and (data.caption_dropout or data.images_size):
         yield "data.caption_dropout and data.images_size are of data.images, and there are none. Leave them out."
+    if data.cache is not None and not data.is_stored:
+        yield "data.cache keeps encoded images, of data.images or data.pairs, and there are none. Leave it out."
+    if data.cache is not None and ":" in (s.model.adapter or ""):
+        yield (
+            f"data.cache keeps what diffusers' encoders return, and model.adapter is {s.model.adapter}, one of your "
+            "own. Leave data.cache out."
+        )
     if data.images is not None and data.balance:
         yield "data.balance orders the prompts of samples, and data.images are images. Leave one of them out."
 

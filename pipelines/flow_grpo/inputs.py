@@ -178,6 +178,10 @@ def _check_method(config: FlowGRPOConfig, reward: Any, records: Records, strata:
             f"model.guidance is {model.guidance}, and captions teach the velocity that guidance adds up, not its sum. "
             "Set model.guidance=null, and give a scale when you sample."
         )
+    if config.data.cache is not None and edits_of(model.described_by, model.adapter) != "none":
+        raise UserError(
+            "data.cache keeps prompts by their text, and this model encodes them with images. Leave it out."
+        )
     if objective.experts:
         check_experts(objective.experts, records)
 

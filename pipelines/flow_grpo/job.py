@@ -17,9 +17,11 @@ from visalign.evaluation import HeldoutResult
 from visalign.pipelines.shared.grids import SampleGrids
 from visalign.pipelines.shared.job import PolicyRun, policy_run, result_folder, run_job
 from visalign.pipelines.shared.parts import build_accelerator, evenly_spaced
+from visalign.training.diffusion.samples import Stored
 from visalign.training.loop.progress import POLICY_COLUMNS, SUPERVISED_COLUMNS
 
 from .config import FlowGRPOConfig, ModelConfig, PrefGRPOConfig, SFTImagesConfig
+from .encoded_cache import cached_latents, fill_prompts, open_prompts
 from .inputs import Inputs, prepare
 from .parts import build_drift, build_evaluator, build_policy, load_teacher, write_images
 from .plan import estimate, plan
@@ -32,7 +34,9 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
     """Build the objects of a run, without writing anything."""
     accelerator = build_accelerator(config, output)
     inputs = prepare(config, accelerator.num_processes, str(accelerator.device))
-    policy = build_policy(config.model, accelerator.device, config.seed)
+    prompt_cache = open_prompts(config, [*inputs.records, *inputs.heldout], accelerator.device.type)
+    policy = build_policy(config.model, accelerator.device, config.seed, prompt_cache)
+    notes = inputs.notes if prompt_cache is None else (*inputs.notes, fill_prompts(policy, prompt_cache, accelerator))
     algorithm = _build_algorithm(config, policy, inputs, accelerator, output)
     rollout, evaluation, row = config.rollout, config.evaluation, config.objective.regression
     sampling = {"steps": rollout.steps, "timestep_schedule": rollout.timestep_schedule}
@@ -54,7 +58,7 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
         measure=measure,
         heldout=inputs.heldout,
         more=more_metrics,
-        notes=inputs.notes,
+        notes=notes,
         recorded=config.rewards.recorded,
         optimized=config.rewards.optimized if config.rewarded else (),
         columns=POLICY_COLUMNS if config.rewarded or (row and not row.learns_alike) else SUPERVISED_COLUMNS,
@@ -93,7 +97,7 @@ def _build_algorithm(config: FlowGRPOConfig, policy: Any, inputs: Inputs, accele
         cycle=config.data.cycle,
         sharding=config.run.sharding,
         features=inputs.features,
-        stored=stored_latents(policy, inputs.records[0]) if config.data.is_stored else None,
+        stored=_stored(config, policy, inputs.records[0]),
         caption_dropout=config.data.caption_dropout,
         dynamic=config.dynamic,
         references=inputs.references,
@@ -101,6 +105,17 @@ def _build_algorithm(config: FlowGRPOConfig, policy: Any, inputs: Inputs, accele
         keep_images=partial(write_images, output / "rollouts") if keeps else None,
         teacher=None if objective.teacher is None else load_teacher(objective.teacher, policy),
     )
+
+
+def _stored(config: FlowGRPOConfig, policy: Any, first: Any) -> Stored | None:
+    """Return what makes latents of stored images, None where the policy samples its own."""
+    if not config.data.is_stored:
+        return None
+    latents = stored_latents(policy)
+    if config.data.cache is not None:
+        latents = cached_latents(latents, policy, config)
+    latents(first["candidates"][:1])  # an adapter that cannot do it fails now and not after the first evaluation
+    return latents
 
 
 def _image_counts(c: Any) -> dict[str, float]:

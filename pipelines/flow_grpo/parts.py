@@ -28,10 +28,13 @@ from .config import EvaluationConfig, ModelConfig
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+    from visalign.adapters.prompt_cache import PromptCache
     from visalign.evaluation import HeldoutResult
 
 
-def build_policy(model: ModelConfig, device: torch.device, seed: int) -> DiffusionPolicy:
+def build_policy(
+    model: ModelConfig, device: torch.device, seed: int, prompt_cache: PromptCache | None = None
+) -> DiffusionPolicy:
     """Load the model on its device, as the policy that `model.adapter` or its folder names."""
     from visalign.adapters.catalogue import load_policy
     from visalign.adapters.speed import speed_up
@@ -44,6 +47,7 @@ def build_policy(model: ModelConfig, device: torch.device, seed: int) -> Diffusi
             device=device,
             defaults=_adapter_options(ModelConfig(), device, seed),
             **_adapter_options(model, device, seed),
+            **({} if prompt_cache is None else {"prompt_cache": prompt_cache}),
         )
     vae = getattr(getattr(policy, "pipe", None), "vae", None)  # of adapters on diffusers' pipelines
     chosen = {"attention": model.attention, "channels_last": model.channels_last}

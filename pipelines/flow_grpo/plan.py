@@ -385,7 +385,8 @@ def _memory(
     trained_ids = {id(weight) for weight in weights}
     memory, network, offloaded = dict[str, float](), ["trained_weights"], dict[bool, float]()
     for name, part in policy.pipe.components.items():
-        if isinstance(part, torch.nn.Module) and (size := weight_bytes(part, trained_ids)):
+        unloaded = config.data.cache is not None and config.model.lora is not None and name.startswith("text_encoder")
+        if isinstance(part, torch.nn.Module) and not unloaded and (size := weight_bytes(part, trained_ids)):
             if config.model.offload and is_offloaded(name):  # encoders are in use together, the autoencoder later
                 used = name.startswith(ENCODERS)
                 offloaded[used] = offloaded.get(used, 0.0) + size / GB

@@ -232,8 +232,8 @@ def _sources(pairs: PreferenceSet) -> dict[Any, Any]:
     return {key: source for key, (source, _) in sources.items()}
 
 
-def stored_latents(policy: Any, first: Mapping[str, Any]) -> Stored:
-    """Return a function that encodes the images of records to clean latents, tried on the first."""
+def stored_latents(policy: Any) -> Stored:
+    """Return a function that encodes the images of records to clean latents."""
     if not hasattr(policy, "encode_images"):
         raise UserError(
             f"data.pairs: the adapter {type(policy).__name__} has no encode_images, which makes latents of "
@@ -249,5 +249,4 @@ def stored_latents(policy: Any, first: Mapping[str, Any]) -> Stored:
                 parts.append(policy.encode_images(list(images)))
         return torch.cat(parts)
 
-    latents(first["candidates"][:1])  # an adapter that cannot do it fails now and not after the first evaluation
     return latents

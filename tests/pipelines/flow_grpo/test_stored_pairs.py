@@ -102,7 +102,7 @@ def test_votes_are_summed_ties_left_out_and_sides_told_apart(tmp_path):
 def test_images_come_in_the_policys_size_and_layout(tmp_path):
     policy = load_policy(_tiny(tmp_path), lora=LoraSettings(rank=2))
     records, _ = read_stored(str(_file(tmp_path / "set")), "none")
-    latents = stored_latents(policy, records[0])
+    latents = stored_latents(policy)
     made = latents([side for record in records for side in record["candidates"]])
     assert made.shape == (4, *policy.latent_shape) and torch.equal(made[0], made[2])  # a.png twice
 
@@ -114,7 +114,7 @@ def _tiny(folder: Path) -> Path:
 
 def test_an_adapter_without_an_encoder_is_refused():
     with pytest.raises(UserError, match=r"data\.pairs: the adapter object has no encode_images.*Add it"):
-        stored_latents(object(), {"candidates": [{}]})
+        stored_latents(object())
 
 
 @pytest.mark.parametrize(

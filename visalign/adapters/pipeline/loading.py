@@ -12,6 +12,7 @@ import torch
 
 from visalign.adapters.model_folder import INDEX, explain_damage
 from visalign.adapters.offload import place
+from visalign.adapters.prompt_cache import PromptCache, text_encoders
 from visalign.adapters.single_file import ModelSource
 from visalign.errors import UserError
 
@@ -30,12 +31,16 @@ def load_pipeline(
     variant: str | None = None,
     absent: Iterable[str] = (),
     offload: bool = False,
+    prompt_cache: PromptCache | None = None,
     **quantized: Any,
 ) -> Any:
     """Load the parts that the index lists, from the single file or else the folder, but those `absent`.
 
-    `dtypes` maps parts to dtypes ("default": all others); `quantized` comes from `quantization_of`.
+    `dtypes` maps parts to dtypes ("default": all others); `quantized` comes from `quantization_of`. A whole
+    `prompt_cache` replaces the text encoders.
     """
+    if prompt_cache is not None and prompt_cache.frees and prompt_cache.is_whole:
+        absent = [*absent, *text_encoders(index)]
     kind, folder = str(index["_class_name"]), Path(source.folder)
     listed = {name for name, entry in index.items() if isinstance(entry, list) and any(entry)} - {*absent}
     loader: Any = getattr(diffusers, kind)  # of the base class no part would be optional
@@ -57,4 +62,6 @@ def load_pipeline(
         )
     with explain_damage(source.folder, kind):
         pipe = loader.from_pretrained(str(source.folder), dtype=dtypes, **options)  # fails on missing weights
+    if prompt_cache is not None:
+        prompt_cache.attach(pipe)
     return place(pipe, device, offload=offload)

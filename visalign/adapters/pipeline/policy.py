@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from visalign.adapters.lora import LoraSettings
 from visalign.adapters.model_folder import explain_damage, pipeline_index
 from visalign.adapters.offload import ENCODERS, place
+from visalign.adapters.prompt_cache import PromptCache
 from visalign.adapters.single_file import model_source
 from visalign.adapters.weights import TrainedWeights
 from visalign.errors import UserError
@@ -107,6 +108,7 @@ class PipelinePolicy(DiffusersPolicy):
         quantization: str | None = None,
         without: Sequence[str] = (),
         offload: bool = False,
+        prompt_cache: PromptCache | None = None,
         **options: Any,
     ) -> PipelinePolicy:
         """Load a pipeline from a folder, a file or the hub, networks rounded while they are read; make it a policy.
@@ -115,7 +117,8 @@ class PipelinePolicy(DiffusersPolicy):
         always float32. `config`, a folder or hub name, describes a checkpoint of one file (see `model_source`), and
         `variant` is that of the weights' files, such as fp16. `quantization` is one of `QUANTIZATIONS`. Parts of a
         modular pipeline that are not loaded, such as FLUX.3's prompt_upsampler, are named in `without`. With `offload`
-        encoders and autoencoder stay in CPU memory, and are copied to `device` while they are used.
+        encoders and autoencoder stay in CPU memory, and are copied to `device` while they are used. A `prompt_cache`
+        keeps what the text encoders of a classic pipeline return.
         """
         source = model_source(folder_or_id, config)
         index = pipeline_index(source.folder)
@@ -136,7 +139,8 @@ class PipelinePolicy(DiffusersPolicy):
                 modular = load_modular(source.folder, dtypes, without=without, **files)
             pipe: Any = place(modular, device, offload=offload)
         else:
-            pipe = load_pipeline(source, index, dtypes, device, variant=variant, offload=offload, **quantized)
+            more = {"variant": variant, "prompt_cache": prompt_cache, **quantized}
+            pipe = load_pipeline(source, index, dtypes, device, offload=offload, **more)
         return cls(pipe, **options)
 
     @property

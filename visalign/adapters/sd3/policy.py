@@ -27,6 +27,7 @@ from visalign.adapters.pipeline.families import SD3_ATTENTION
 from visalign.adapters.pipeline.loading import load_pipeline
 from visalign.adapters.pipeline.lora import LoraPaths, add_lora, start_from_loras
 from visalign.adapters.pipeline.quantization import quantization_of
+from visalign.adapters.prompt_cache import PromptCache
 from visalign.adapters.single_file import model_source
 from visalign.adapters.speed import gradient_mode
 from visalign.adapters.weights import TrainedWeights
@@ -66,7 +67,9 @@ class SD3Policy(DiffusersPolicy):
         gradient_checkpointing: bool = False,
         decode_batch: int = 32,
     ) -> None:
-        missing = [part for part in REQUIRED_PARTS if getattr(pipe, part, None) is None]
+        # a cache of prompts may stand in for the text encoders
+        needed = [part for part in REQUIRED_PARTS if "encode_prompt" not in vars(pipe) or "encoder" not in part]
+        missing = [part for part in needed if getattr(pipe, part, None) is None]
         if not isinstance(pipe, StableDiffusion3Pipeline) or missing:
             raise UserError(
                 f"The SD3 adapter got a {type(pipe).__name__}{' without ' if missing else ''}{', '.join(missing)}; it "
@@ -115,6 +118,7 @@ class SD3Policy(DiffusersPolicy):
         use_t5: bool = True,
         quantization: str | None = None,
         offload: bool = False,
+        prompt_cache: PromptCache | None = None,
         **options: Any,
     ) -> SD3Policy:
         """Load a pipeline from a folder, a file or the hub as a policy; wrong folders are refused before loading.
@@ -140,6 +144,7 @@ class SD3Policy(DiffusersPolicy):
             )
         absent = () if t5 else T5_PARTS
         parts: dict[str, Any] = {"variant": variant, "absent": absent, "offload": offload, **quantized}
+        parts["prompt_cache"] = prompt_cache
         pipe = load_pipeline(source, index, {"default": dtype}, device, **parts)
         pipe.set_progress_bar_config(disable=True)
         return cls(pipe, **options)

@@ -52,7 +52,11 @@ class SD3TextEncoders:
         rows = {prompt: row for row, prompt in enumerate(dict.fromkeys(prompts))}
         unique = list(rows)
         with on_device(self._pipe, ENCODERS, self._pipe.transformer.device):
-            chunks = [self._encode(unique[i : i + BATCH]) for i in range(0, len(unique), BATCH)]
+            if "encode_prompt" in vars(self._pipe):  # a `PromptCache`, which has each prompt by itself
+                # a batch of one or two is rounded otherwise than a larger one
+                chunks = [[rows[:1] for rows in self._encode([prompt] * 3)] for prompt in unique]
+            else:
+                chunks = [self._encode(unique[i : i + BATCH]) for i in range(0, len(unique), BATCH)]
         embeds, pooled = (torch.cat(tensors) for tensors in zip(*chunks, strict=True))
         embeds, weights = collapse_null_tokens(embeds)
         log_multiplicity = weights if weights.any() else None
