@@ -163,6 +163,29 @@ def _train(
         show_summary(console, folder, summary, next_command or summary.next_command)
 
 
+@command(TRAIN, "init MODEL_FOLDER --output mine.yaml")
+def init(
+    model: Annotated[str, Argument(help="Model: a folder of diffusers or transformers, a hub id, a packaged name.")],
+    images: Annotated[str | None, Option(help="Images with captions, to fine-tune on instead of a reward.")] = None,
+    memory: Annotated[
+        float | None, Option(help="Memory of the device in GB. Default: this GPU's, else 24.", min=0.1, max=1e6)
+    ] = None,
+    output: Annotated[Path, Option("--output", "-o", help="YAML file to write.")] = Path("visalign.yaml"),
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace the file if it exists.")] = False,
+) -> None:
+    """Write a configuration for a model, by looking at its files, and check it as `visalign plan` does."""
+    from visalign.atomic import write_atomic
+    from visalign.pipelines.shared.run_folder import new_file
+    from visalign.pipelines.start import draft_config
+
+    new_file(None if overwrite and not output.is_dir() else output, endings=(".yaml",))
+    with clean_output():
+        text = draft_config(model, images=images, memory=memory)
+    write_atomic(output, text)
+    echo("\n".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#")))
+    echo(f"{output}: change it, then visalign plan {output}; visalign train {output}.")
+
+
 @command(TRAIN, "plan sd35_flow_grpo rollout.group_size=16")
 def plan(
     config: Config = None,

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`visalign init`: the written configuration is planned by its job, and what is no model is refused in words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from tests.support.models.pipelines import tiny_folder
+from visalign.pipelines.cli.app import app
+from visalign.pipelines.jobs import load_job
+
+
+def _init(*arguments: Any) -> Any:
+    return CliRunner().invoke(app, ["init", *map(str, arguments)], env={"COLUMNS": "400"})
+
+
+@pytest.mark.parametrize(
+    ("model", "pipeline", "more"),
+    [
+        ("shapes-sd3", "flow_grpo", ()),
+        ("sdxl", "sft_images", ("--images", "shapes:images")),
+        ("tasks-qwen3", "text_grpo", ()),
+        ("shapes-vlm", "train_reward", ()),
+        ("shapes-clip", "train_reward", ()),
+    ],
+)
+def test_a_configuration_that_its_job_plans(tmp_path, monkeypatch, model: str, pipeline: str, more: tuple[str, ...]):
+    monkeypatch.chdir(tmp_path)
+    path = tiny_folder(model, tmp_path / model) if model == "sdxl" else model
+    result = _init(path, *more)
+    assert result.exit_code == 0, result.output
+    content = yaml.safe_load(Path("visalign.yaml").read_text())
+    assert content["pipeline"] == pipeline and content["model"]["path"] == str(path)
+    assert f": {pipeline}" in result.output and "batch: " in result.output
+    job = load_job("visalign.yaml")
+    assert job.estimate(job.config)
+    before = Path("visalign.yaml").read_text()
+    refused = _init(path, *more)
+    assert refused.exit_code == 2 and "exists" in refused.output
+    assert Path("visalign.yaml").read_text() == before
+
+
+def test_the_batch_fits_the_memory_or_the_file_says_that_none_does(tmp_path):
+    sizes = {}
+    for memory, name in ((24, "large"), (0.3, "small"), (0.1, "none")):
+        result = _init("tasks-qwen3", "--memory", memory, "-o", tmp_path / f"{name}.yaml")
+        sizes[name] = yaml.safe_load((tmp_path / f"{name}.yaml").read_text())
+        assert ("does not fit" in result.output) == (name == "none")
+    assert sizes["large"]["optimizer"]["micro_batch"] == 32 and "lora" not in sizes["large"]["model"]
+    assert sizes["small"]["optimizer"]["micro_batch"] < 32 and sizes["none"]["model"]["gradient_checkpointing"]
+
+
+@pytest.mark.parametrize(
+    ("files", "arguments", "message"),
+    [
+        ({"notes.txt": ""}, (), r"is no model: it has notes.txt, and neither model_index.json"),
+        ({}, (), r"it has nothing"),
+        ({"config.json": {"model_type": "t5", "architectures": ["T5Model"]}}, (), r"is a t5 (T5Model), and no job"),
+        ({"model_index.json": {"_class_name": "OtherPipeline"}}, (), r"is a OtherPipeline, which is of no family"),
+        ({"config.json": {"model_type": "qwen3"}}, ("--images", "x"), r"Leave --images out"),
+        ({"config.json": "{"}, (), r"is not JSON"),
+    ],
+)
+def test_what_is_no_model_is_refused_and_nothing_is_written(tmp_path, files: Any, arguments: Any, message: str):
+    (folder := tmp_path / "model").mkdir()
+    for name, content in files.items():
+        (folder / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    result = _init(folder, *arguments, "-o", tmp_path / "mine.yaml")
+    assert result.exit_code == 2 and message in " ".join(result.output.split()), result.output
+    assert not (tmp_path / "mine.yaml").exists()
