@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from visalign.adapters.catalogue import edits_of, has_two_halves, is_distilled, joins_sources
+from visalign.adapters.catalogue import edits_of, family_of, has_two_halves, is_distilled, joins_sources
 from visalign.data.sets.prompt_files import Edits, listed_sources, record_key
 from visalign.errors import UserError, suggestion
 from visalign.evaluation.heldout.correctness import check_judge
@@ -173,6 +173,12 @@ def _check_method(config: FlowGRPOConfig, reward: Any, records: Records, strata:
     if objective.ascent is not None:
         check_differentiable(reward)
     model = config.model
+    scale = None if objective.few_step is None else objective.few_step.teacher_guidance
+    family = family_of(model.described_by, model.adapter)
+    if family is not None and family.guidance == "none" and (scale or 1) > 1:
+        raise UserError(
+            f"objective.changes.teacher_guidance is {scale}, and {model.path} is guided by nothing. Set it to null."
+        )
     if config.data.images and has_two_halves(model.described_by, model.adapter, model.guidance):
         raise UserError(
             f"model.guidance is {model.guidance}, and captions teach the velocity that guidance adds up, not its sum. "

@@ -100,15 +100,17 @@ def _r1_student(case: Any) -> Outputs:
     return outputs | {"loss": matching + rewards, "grad_x_student": _gradient(matching + rewards, x)}
 
 
-def _surrogate(case: Any) -> Outputs:
+def _surrogate(case: Any) -> Outputs | None:
     params, leaf = case.params, case.tensor("model_output").requires_grad_()
     target = case.tensor("target_velocity")
     others = leaf, case.tensor("ref_model_output"), case.tensor("slow_model_output")
     value, ref, slow = ((target - v).square().flatten(1).mean(1) for v in others)
     bound, group = params["advantage_clip_range"], torch.tensor(case.inputs["group"])
     advantage = case.tensor("advantages").clamp(-bound, bound)
-    strict = params["require_both_signs"]
-    weight, z = fs.preference_weights(value, ref, advantage, group, beta=params["preference_beta"], both_signs=strict)
+    strict, signs = params["require_both_signs"], case.tensor("advantages") > 0
+    if strict and any(signs[group == g].unique().numel() < 2 for g in group.unique()):
+        return None  # a group whose advantages have one sign: those of a group have two, or are 0
+    weight, z = fs.preference_weights(value, ref, advantage, group, beta=params["preference_beta"])
     limits = {"clip": params["clip_range"], "threshold": params["reference_threshold"]}
     stopped = fs.stopped_samples(value.detach(), ref, slow, advantage, **limits)
     share = (params["boundary_index"] + 1) / params["num_steps"] if params["time_weighting"] else 1.0
@@ -135,7 +137,7 @@ def _surrogate(case: Any) -> Outputs:
 
 
 def _slow_copy(case: Any) -> Outputs:
-    row = fs.FewStep(slow_decay=(case.params["decay_min"], case.params["decay_max"]))
+    row = fs.FewStep(slow_decay=case.params["decay_min"], slow_decay_end=case.params["decay_max"])
     decay = row.slow_decay_at(case.params["step"])
     return {"decay": decay, "slow": case.tensor("slow").lerp(case.tensor("surrogate"), 1 - decay)}
 

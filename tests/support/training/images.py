@@ -17,6 +17,7 @@ from tests.support.training.metric_families import without_times
 from visalign.interfaces import DiffusionPolicy, ForwardCount, Scores
 from visalign.training import (
     DiffusionObjectiveSettings,
+    FewStepDistillation,
     FlowGRPO,
     OptimizerSettings,
     RewardGradient,
@@ -214,9 +215,10 @@ def toy_trainer(
     changes = {**(CHANGES if row else {}), **chosen.pop("changes", {})}
     settings = DiffusionObjectiveSettings(**row, **chosen, changes=changes)
     regression, ascent = settings.regression is not None, settings.ascent is not None
-    quiet = regression or ascent
+    quiet = regression or ascent or settings.few_step is not None
     sampling = {key: value for key, value in ROLLOUT.items() if not (quiet and key == "noise_level")}
     kind: Any = VelocityRegression if regression else RewardGradient if ascent else FlowGRPO
+    kind = kind if settings.few_step is None else FewStepDistillation
     algorithm = kind(
         cast(DiffusionPolicy, policy or ToyPolicy()),
         reward or Brightness(),
