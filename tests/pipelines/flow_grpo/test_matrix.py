@@ -54,7 +54,6 @@ LEVELS = ("diffusion_nft", "ram", "diffusion_dpo")
 NFT = "objective={algorithm: diffusion_nft, changes: {levels: 2, kl: 0.1}}"
 KINDS: dict[str, tuple[str, ...]] = {
     "flow_grpo": (),
-    **{name: (f"objective.algorithm={name}",) for name in ("grpo_guard", "flow_gspo", "flow_dppo", "par")},
     "kl_in_reward": ("objective.algorithm=reinforce_pp",),
     "stale": (f"objective.changes={IMPORTANCE}", "rollout.staleness=1"),
     "tree": (TREE, "objective.credit=branches"),
@@ -64,10 +63,6 @@ KINDS: dict[str, tuple[str, ...]] = {
     "draft_lv": ("objective={algorithm: draft_lv}",),
     "refl": ("objective={algorithm: refl, changes: {stop_range: [0.3, 1.0]}}",),
     **{n: (f"objective={{algorithm: {n}, changes: {{critic_updates: 2}}}}",) for n in ("dmd2", "tdm_r1")},
-    "dynamic": ("dynamic={enabled: true, max_rounds: 2}",),
-    "flowrl": ("objective={algorithm: flowrl, changes: {surrogate_options: {beta: 0.01}}}",),
-    "riskpo": ("objective={algorithm: riskpo, changes: {advantage_options: {bundle: 2}}}",),
-    "entrocraft": ("objective={algorithm: entrocraft, changes: {selection_options: {low: 0.0, high: 2.0}}}",),
     "replay": (NFT, "self_imitation={warmup: 1, batch: 3}"),
     "window": ("rollout.sde_window=1",),
     "shared_noise": ("rollout.shared_noise=true",),
@@ -78,6 +73,10 @@ KINDS: dict[str, tuple[str, ...]] = {
     "fdfo": ("objective.algorithm=fdfo", "rollout.group_size=2", "rollout.shared_noise=true"),
     "scout": (NFT, "rollout.scout={pool: 6, steps: 2}"),
     "flash": ("objective.changes.step_weight=inverse_gradient", "rollout.schedule=linear", "rollout.sde_window=1"),
+    "dynamic": ("dynamic={enabled: true, max_rounds: 2}",),
+    "flowrl": ("objective={algorithm: flowrl, changes: {surrogate_options: {beta: 0.01}}}",),
+    "riskpo": ("objective={algorithm: riskpo, changes: {advantage_options: {bundle: 2}}}",),
+    "entrocraft": ("objective={algorithm: entrocraft, changes: {selection_options: {low: 0.0, high: 2.0}}}",),
 }
 """Settings of a kind; algorithms that need none are added below."""
 
