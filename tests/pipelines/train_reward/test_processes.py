@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ from safetensors.torch import load_file
 
 from tests.support.models.vision_language import save_tiny_seeing_model
 from tests.support.training.metric_families import without_times
+from tests.support.training.processes import ROOT, in_forks
 from visalign.config import load_config
+from visalign.pipelines.cli.app import app
 from visalign.pipelines.train_reward.job import TrainRewardConfig, run
 from visalign.training.loop.metrics import read_metrics
 from visalign.training.reward.heldout import HeldoutPairs, concatenate_pairs, pair_measures
 
-ROOT = Path(__file__).resolve().parents[3]
 YES_NO: dict[str, Any] = {
     "messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "{prompt}"}]}],
     "yes": ["y"],
@@ -46,12 +48,24 @@ def _overrides(settings: dict[str, Any], iterations: int) -> list[str]:
     return [*found, f"run.iterations={iterations}"]
 
 
+def _command(arguments: list[str]) -> None:
+    app(arguments, standalone_mode=False)
+    sys.stdout.flush()  # a fork ends without it
+
+
+def in_two(folder: str, arguments: list[str]) -> None:
+    """The command in two forks of this process, which import once."""
+    if not in_forks(Path(folder), 2, partial(_command, arguments)):
+        sys.exit("a process ended badly")
+
+
 def _in_two(config: Path, overrides: list[str], output: Path) -> str:
     """What two processes of the command print."""
-    start = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    job = ["-m", "visalign", "train-reward", str(config), *overrides, "--output", str(output)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    done = subprocess.run([sys.executable, *start, *job], capture_output=True, text=True, env=environment, timeout=500)
+    given = str(output.parent / "forks"), ["train-reward", str(config), *overrides, "--output", str(output)]
+    code = f"from {__name__} import in_two; in_two(*{given!r})"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    start = [sys.executable, "-c", code]
+    done = subprocess.run(start, capture_output=True, text=True, env=environment, timeout=500, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

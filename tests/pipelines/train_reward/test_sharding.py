@@ -39,21 +39,10 @@ def _train(models: Path, root: Path, sharding: bool) -> None:
     run(_config(models, *JUDGE, data={"batch": 5}, optimizer=optimizer, run=run_settings), root)
 
 
-def in_two(models: str, root: str) -> None:
-    """`_train` in two processes, with and without division."""
-    for folder in (Path(root) / "ddp", Path(root) / "fsdp"):
-        if not in_forks(folder, 2, partial(_train, Path(models), folder / "run", folder.name == "fsdp")):
-            sys.exit(f"a process in {folder} ended badly")
-
-
-@pytest.fixture(scope="module")
-def runs(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`ddp` and `fsdp`, in each the run of two processes."""
-    root = tmp_path_factory.mktemp("sharding")
-    code = f"from {__name__} import in_two; in_two({str(models)!r}, {str(root)!r})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return root
+def in_two(models: str, folder: str) -> None:
+    """`_train` in two processes that divide the model."""
+    if not in_forks(Path(folder), 2, partial(_train, Path(models), Path(folder) / "run", True)):
+        sys.exit(f"a process in {folder} ended badly")
 
 
 def _numbers(record: dict[str, Any]) -> dict[str, Any]:
@@ -62,9 +51,15 @@ def _numbers(record: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_divided_judge_is_the_judge(runs):
-    """Measurements in which the processes have unequal parts, an image that was seen before, dropout."""
-    ddp, fsdp = (runs / name / "run" for name in ("ddp", "fsdp"))
+def test_a_divided_judge_is_the_judge(models, tmp_path, monkeypatch):
+    """Of one process (test_processes.py has two): unequal parts, an image that was seen before, dropout."""
+    monkeypatch.setattr(judges, "_TOKENS", judges._TOKENS)  # `_train` sets it
+    ddp, fsdp = tmp_path / "one", tmp_path / "fsdp" / "run"
+    code = f"from {__name__} import in_two; in_two({str(models)!r}, {str(fsdp.parent)!r})"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=-1, stderr=-2, text=True, cwd=ROOT) as divided_run:
+        _train(models, ddp, False)
+        said, _ = divided_run.communicate(timeout=300)
+    assert divided_run.returncode == 0, said
     assert (fsdp / "checkpoints" / "step_000002" / "sharded").is_dir()
     records = [[_numbers(r) for r in read_metrics(one / "metrics.jsonl")] for one in (ddp, fsdp)]
     assert len(records[0]) == len(records[1]) == 2
