@@ -91,8 +91,7 @@ def check_port_free(host: str, port: int) -> None:
         socket.create_server((host, port), family=family).close()
     except OSError as error:
         raise UserError(
-            f"Nothing can listen on {host}, port {port}: {error.strerror or error}. Give another --port or "
-            "--host, or end what listens there."
+            f"Nothing can listen on {host}, port {port}: {error.strerror or error}. Give another --port or --host."
         ) from error
 
 
@@ -100,8 +99,7 @@ def _token(host: str, token_env: str | None) -> str | None:
     if token_env is None:
         if not is_loopback(host):
             raise UserError(
-                f"--host is {host}, which other machines can reach, and there is no token. Put one into an "
-                "environment variable and name it with --token-env, or listen on 127.0.0.1."
+                f"--host is {host}, which other machines can reach. Name a variable with a token by --token-env."
             )
         return None
     token = os.environ.get(token_env)

@@ -191,8 +191,7 @@ def _make(
         return _construct(name, find_target(function), options, run_device)
     if options:
         raise RewardError(
-            f"{kind.capitalize()} {name!r} is an object already, so it takes no options; given: "
-            f"{', '.join(options)}. Name its class instead."
+            f"{kind.capitalize()} {name!r} is an object, without options ({', '.join(options)}). Name its class."
         )
     return target
 

@@ -89,8 +89,7 @@ def check_text_reward(
     questions: list[Prompt] = ["2 + 2 = ?"] * len(texts) if prompts is None else list(prompts)
     if not len(texts) == len(questions) > 1:
         raise ValueError(
-            f"check_text_reward got {len(texts)} completions and {len(questions)} prompts; give at least "
-            "two, and one prompt each."
+            f"check_text_reward got {len(texts)} completions and {len(questions)} prompts; give two or more of both."
         )
     subject: Any = load_text_reward(reward) if isinstance(reward, str) else reward
     if callable(subject) and not hasattr(subject, "score"):

@@ -92,9 +92,7 @@ def collect(
         plan = Plan(votes=votes_each, seed=seed, allowed=tuple(voter or ()), **every)
         store = VoteStore.create(votes, tasks, questions, plan)
     elif any((single, slider, question, boxes, text, gold, voter, prompt)):
-        raise UserError(
-            "The questions and voters of this file were fixed at its start. Name another file to ask more."
-        )
+        raise UserError("The questions and voters of a file are fixed at its start. Name another file to ask more.")
     else:
         store = VoteStore(votes)
     try:

@@ -32,7 +32,7 @@ def user_messages(*, resume: str | None = None) -> Iterator[None]:
     """Turn errors meant for the user into a message and an exit code; Ctrl-C and SIGTERM print `resume`."""
     form = warnings.formatwarning
     if not os.environ.get("VISALIGN_TRACEBACK"):
-        warnings.formatwarning = _plain_warning
+        warnings.formatwarning = lambda message, *_, **__: f"Warning: {message}\n"
     try:
         with raise_on_sigterm():
             yield
@@ -50,12 +50,6 @@ def user_messages(*, resume: str | None = None) -> Iterator[None]:
         raise typer.Exit(USER_ERROR) from None
     finally:
         warnings.formatwarning = form
-
-
-def _plain_warning(
-    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
-) -> str:
-    return f"Warning: {message}\n"
 
 
 def is_deliberate(error: BaseException) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -149,11 +149,9 @@ def resume_line(resume: bool) -> str:
     return shlex.join(["visalign", *sys.argv[1:], *([] if resume else ["--resume"])])
 
 
-@contextmanager
-def clean_output() -> Iterator[None]:
+def clean_output() -> AbstractContextManager[Any]:
     """Send what a reward prints to the error stream, so that the output stays JSON."""
-    with redirect_stdout(sys.stderr):
-        yield
+    return redirect_stdout(sys.stderr)
 
 
 def print_result(result: Any, show: Callable[[Console, Any], None], as_json: bool) -> None:

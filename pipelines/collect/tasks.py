@@ -207,8 +207,7 @@ def _pair_models(models: Mapping[str, Sequence[ImageRow]], limit: int, seed: int
             tasks.append(Task(prompt=prompt, images=sides, extra=extra))
     if not tasks:
         raise UserError(
-            f"{listed(list(names.values()))} share no prompt, and of several folders pairs are formed across them. "
-            "Sample the same prompts into each, or give one folder that holds them all."
+            f"{listed(list(names.values()))} share no prompt. Sample the same prompts into each, or give one folder."
         )
     if unpaired:
         warnings.warn(f"{unpaired} images have no counterpart of their prompt and seed: left out.", stacklevel=2)

@@ -55,10 +55,8 @@ def read_set(
     columns_of_first = {**first, **usual_names(first, columns.names, is_judged=False)}
     if is_named_set(source) or "image_left" in columns_of_first or "image_right" in columns_of_first:
         records = load_source(source if is_named_set(source) else str(path), limit=limit, columns=columns)
-        if isinstance(records, PreferenceSet):
-            rows = _rows_of_pairs(path, records, scores)
-        else:
-            rows = _rows_of_images(path, records, prompt, scores)
+        is_pairs = isinstance(records, PreferenceSet)
+        rows = _rows_of_pairs(path, records, scores) if is_pairs else _rows_of_images(path, records, prompt, scores)
     elif path.is_file() and scores:
         rows = _rows_of_table(path, prompt, columns, scores)
     elif path.exists():

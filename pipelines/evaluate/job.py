@@ -27,6 +27,8 @@ from visalign.data.sets.tables import listed
 from visalign.data.sets.trained_images import image_print, trained_images
 from visalign.errors import UserError
 from visalign.evaluation.pages.base import short_names
+from visalign.evaluation.pages.reward_page import evaluation_page, file_tables, judge_file_table, sets_page, sets_table
+from visalign.evaluation.pages.table_files import FOLDER, write_tables
 from visalign.evaluation.rewards.comparison import (
     add_holm,
     compare_on_preferences,
@@ -44,11 +46,11 @@ from visalign.pipelines.score.provenance import domain_note, provenance, reward_
 from visalign.pipelines.score.report import load_shown_images
 from visalign.pipelines.shared.reward_options import any_needs_prompt, load_each, reward_options, with_cache
 from visalign.pipelines.shared.run_folder import check_run_folder, pretty
+from visalign.rewards.text.completions import load_any_judge
 
 from .scores import column_scores, quality_column_scores, score_pairs, score_quality
 
-RESULT = "evaluation.json"
-PAGE = "evaluation.html"
+RESULT, PAGE = "evaluation.json", "evaluation.html"
 BOARD = "leaderboard"  # Name of page, JSON and table of an evaluation on several sets
 
 
@@ -99,8 +101,6 @@ def evaluate(
     The keywords are the options of the command, `columns` those of --scores, `table` how the source is read, `loaded`
     the rewards by name where they are loaded already. `on_batch` gets the numbers of finished scores and of all.
     """
-    from visalign.rewards.text.completions import load_any_judge
-
     started, settings = time.perf_counter(), settings or IntervalSettings()
     if options and not rewards:
         raise UserError("--option is of a --reward, and there is none.")
@@ -157,10 +157,6 @@ def evaluate_sets(
     **options: Any,
 ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
     """Evaluate on several sets; return set -> result of `evaluate`, and a leaderboard over the sets of each kind."""
-    from visalign.evaluation.pages.reward_page import judge_file_table, sets_page, sets_table
-    from visalign.evaluation.pages.table_files import FOLDER, write_tables
-    from visalign.rewards.text.completions import load_any_judge
-
     settings = settings or IntervalSettings()
     if len(set(sources)) < len(sources):
         raise UserError(f"A set is named twice: {listed(sorted(s for s in set(sources) if sources.count(s) > 1))}.")
@@ -268,9 +264,6 @@ def _measure(
 
 def write_result(folder: Path, result: dict[str, Any]) -> None:
     """Write `evaluation.json`, `evaluation.html` and `tables/`, each file atomically."""
-    from visalign.evaluation.pages.reward_page import evaluation_page, file_tables
-    from visalign.evaluation.pages.table_files import FOLDER, write_tables
-
     write_atomic(folder / RESULT, pretty(result))
     write_tables(folder / FOLDER, file_tables(result))
     columns = ("image", "image_left", "image_right")

@@ -116,7 +116,8 @@ class ProbeRunner(ABC):
         for row in rows:
             samples = make(row)
             assert samples, "the unchanged samples always apply"
-            images = [as_contract([s.image, *[_empty(s.image)] * white]) for s in samples]
+            empty = [CompletionText("") if isinstance(s.image, str) else torch.ones_like(s.image) for s in samples]
+            images = [as_contract([s.image, *[blank] * white]) for s, blank in zip(samples, empty, strict=True)]
             value, reason = self._call(images, [samples[0].prompt] * (1 + white), [row] * (1 + white), True)
             values.append(value[0])
             reasons.append(reason[0])
@@ -169,11 +170,6 @@ class ProbeRunner(ABC):
     def _contrast(self, level: Level, responses: np.ndarray, reasons: Sequence[str | None]) -> LevelResult:
         """Report the share of rows whose own text or prompt is ahead by the `responses`, NaN where unknown."""
         return self._share(level, responses[np.isfinite(responses)] > 0, reasons, 0.5)
-
-
-def _empty(item: Any) -> Any:
-    """Return a white image of the same size, or a text without words."""
-    return CompletionText("") if isinstance(item, CompletionText) else torch.ones_like(item)
 
 
 class ScoreRunner(ProbeRunner):

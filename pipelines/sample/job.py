@@ -140,7 +140,7 @@ def load_sampler(settings: SampleSettings) -> DiffusionPolicy:
     none, settings = LoraSettings(rank=1), settings.with_own_sampling()
     options = {"lora_path": [*settings.lora] or None, **settings.options}
     with no_loading_bars():
-        policy: Any = load_policy(
+        return load_policy(
             settings.model,
             adapter=settings.adapter,
             dtype=getattr(torch, str(settings.dtype)),
@@ -149,7 +149,6 @@ def load_sampler(settings: SampleSettings) -> DiffusionPolicy:
             lora=none,
             **{name: value for name, value in options.items() if value is not None},
         )
-    return policy
 
 
 def sample_images(
@@ -181,9 +180,11 @@ def sample_images(
         name, image = f"{number:04d}_{row['seed']}", to_pil(middle_frames(sample[None])[0])
         files = {"image": f"{name}.png"}
         image.save(output / files["image"])
-        if sample.ndim == 4 and len(sample) > 1:
-            files[CLIP] = f"{name}.webp"
-            _save_clip(sample, output / files[CLIP], getattr(policy, "frame_rate", 8))
+        if sample.ndim == 4 and len(sample) > 1:  # an animated WebP that plays again and again
+            files[CLIP], (first, *rest) = f"{name}.webp", map(to_pil, sample)
+            options = {"duration": round(1000 / getattr(policy, "frame_rate", 8)), "loop": 0, "quality": 90}  # ms
+            options["lossless"] = max(first.size) <= PIXELATED_SIDE
+            first.save(output / files[CLIP], save_all=True, append_images=rest, **options)
         rows.append(files | row)
         if number < LARGEST_GRID:
             thumbnails.append(image)
@@ -320,18 +321,14 @@ class _Sampler:
         """Compute [N, ...] final latents: along the ODE, steered, or searched for."""
         settings = self.settings
         common: dict[str, Any] = {"sigmas": self.sigmas, "seeds": seeds, "batch_size": settings.batch_size}
-
-        def total(images: Tensor) -> Tensor:
-            return judge(images)[1]
-
         if settings.search is not None:
             common |= {"paths": settings.best_of} if isinstance(settings.search, PathSearch) else {}
-            return settings.search(self.policy, condition, total, **common)
+            return settings.search(self.policy, condition, lambda images: judge(images)[1], **common)
         if not settings.resample_after:
             return rollout(self.policy, condition, solver=settings.solver, **common).latents
         common |= {"particles": settings.best_of, "resample_after": settings.resample_after}
         common |= {"strength": settings.strength, "noise_level": settings.noise_level}
-        return steered_rollout(self.policy, condition, total, **common)
+        return steered_rollout(self.policy, condition, lambda images: judge(images)[1], **common)
 
 
 def _facts(settings: SampleSettings) -> list[tuple[str, Any]]:
@@ -347,13 +344,6 @@ def _facts(settings: SampleSettings) -> list[tuple[str, Any]]:
         **settings.options,
     }
     return [(name, value) for name, value in facts.items() if value is not None]
-
-
-def _save_clip(frames: Tensor, path: Path, frame_rate: float) -> None:
-    """Write [F, 3, H, W] as an animated WebP that plays again and again."""
-    first, *rest = (to_pil(frame) for frame in frames)
-    lossless, duration = max(first.size) <= PIXELATED_SIDE, round(1000 / frame_rate)  # milliseconds
-    first.save(path, save_all=True, append_images=rest, duration=duration, loop=0, lossless=lossless, quality=90)
 
 
 def _as_grid(images: Sequence[Image.Image], columns: int) -> Image.Image:

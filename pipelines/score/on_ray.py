@@ -173,9 +173,7 @@ def ray_running(address: str | None) -> Iterator[None]:
         ray.init(address or "local", log_to_driver=False, logging_level="ERROR", **local)
     except (RuntimeError, ValueError, OSError, OverflowError) as error:
         where = address or "this machine"
-        raise UserError(
-            f"No Ray at {where}: {error}. --address takes HOST:PORT of a cluster's head (ray start --head)."
-        ) from error
+        raise UserError(f"No Ray at {where}: {error}. --address takes HOST:PORT of a cluster's head.") from error
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
     try:

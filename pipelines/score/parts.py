@@ -193,9 +193,7 @@ def finished_parts(
         expected = part_metadata(part, options, digests)
         if metadata.get("judges") != expected["judges"]:
             rewards = ", ".join(digests)
-            raise UserError(
-                f"'{path}' holds no scores of {rewards}, or those of other versions. Give another --output."
-            )
+            raise UserError(f"'{path}' holds no scores of {rewards}, or of other versions. Give another --output.")
         if metadata == expected:
             finished.append(part)
     return finished

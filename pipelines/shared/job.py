@@ -8,6 +8,7 @@ import math
 import signal
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -18,12 +19,15 @@ from typing import TYPE_CHECKING, Any
 from visalign.atomic import write_atomic
 from visalign.config import flatten
 from visalign.errors import UserError
+from visalign.evaluation import HeldoutResult, load_heldout, write_report, write_summary
+from visalign.evaluation.pages.wording import unchanged_note
 from visalign.model_files import read_object
 from visalign.signals import Stopped
 from visalign.training.loop.metrics import read_metrics
 from visalign.training.loop.monitor import BEST, best_checkpoint_note, monitor_messages
 from visalign.training.loop.progress import POLICY_COLUMNS
 from visalign.training.loop.runtime import peak_memory_bytes
+from visalign.training.loop.sharding import unsharded_state
 from visalign.versions import versions
 
 from .parts import Records, check_alike, code_fingerprints, evenly_spaced, no_loading_bars
@@ -40,7 +44,6 @@ from .run_folder import (
 from .sections import FREE_KEYS
 
 if TYPE_CHECKING:
-    from visalign.evaluation import HeldoutResult
     from visalign.training import Trainer, TrainResult
 
 JUDGE = "judge"  # Folder of a trained judge inside the run's folder
@@ -171,7 +174,7 @@ def result_folder(config: Any, output: Path) -> Path:
     return output / ("model" if config.model.lora is None else "lora")
 
 
-Measure = Callable[[Records, Sequence[int]], "HeldoutResult"]
+Measure = Callable[[Records, Sequence[int]], HeldoutResult]
 """(records, seeds) -> the evaluation of the weights that the policy has."""
 
 
@@ -193,8 +196,6 @@ class PolicyRun(Job):
     def before(self) -> HeldoutResult | None:
         """Evaluate before training, or read the file of it; None in all processes but the first."""
         from accelerate.utils import broadcast_object_list
-
-        from visalign.evaluation import load_heldout
 
         path, note = self.output / "before.npz", self.trainer.progress.note  # only the first process prints
         (is_stored,) = broadcast_object_list([path.is_file()])  # as the first process sees it
@@ -225,8 +226,6 @@ class PolicyRun(Job):
 
     def after(self, before: HeldoutResult | None, result: TrainResult, measuring: float) -> dict[str, Any]:
         """Save the averaged weights, evaluate them, write summary and report."""
-        from visalign.training.loop.sharding import unsharded_state
-
         begin = time.perf_counter()
         with self.trainer.result():
             with unsharded_state(self.policy.module), no_loading_bars():  # all processes give their share
@@ -244,26 +243,25 @@ class PolicyRun(Job):
         self, before: HeldoutResult, after: HeldoutResult, result: TrainResult, evaluating: float
     ) -> dict[str, Any]:
         """Write summary.json, and report.html, whose curve starts with the accuracy before training."""
-        from visalign.evaluation import write_report, write_summary
-        from visalign.evaluation.pages.wording import unchanged_note
-
         output, evaluation, state = self.output, self.config.evaluation, result.counters.own
-        metrics, phases = read_metrics(output / "metrics.jsonl"), {"evaluation": evaluating}
-        for record in metrics:
-            for key, value in record.items():
-                if key.startswith("seconds/") and value is not None:
-                    name = key.removeprefix("seconds/")
-                    phases[name] = phases.get(name, 0.0) + value
+        metrics, phases = read_metrics(output / "metrics.jsonl"), Counter[str](evaluation=evaluating)
+        for key, value in (entry for record in metrics for entry in record.items()):
+            if key.startswith("seconds/") and value is not None:
+                phases[key.removeprefix("seconds/")] += value
         warnings = monitor_messages(state)
         if note := unchanged_note(before, after):
             warnings.append(note)
             self.trainer.progress.note(f"Warning: {note}")
-        costs = {**self.costs(result, evaluating), "phases": phases, **self.counts(result.counters)}
+        costs = {**self.costs(result, evaluating), "phases": dict(phases), **self.counts(result.counters)}
         trained_on = {} if self.heldout_trained_on is None else {"heldout_prompts_trained_on": self.heldout_trained_on}
         best = {BEST: state[BEST]} if BEST in state else {}
         spent = {**costs, **trained_on, "load_code": self.load_code, "warnings": warnings, **best}
-        shared: dict[str, Any] = {"config": asdict(self.config), "versions": versions()}
-        shared |= {"before": before, "after": after}
+        shared: dict[str, Any] = {
+            "config": asdict(self.config),
+            "versions": versions(),
+            "before": before,
+            "after": after,
+        }
         path = write_summary(output / "summary.json", costs=spent, **shared)
         start = None
         if evaluation.every:
@@ -315,8 +313,6 @@ class JudgeRun(Job):
         return before
 
     def after(self, before: dict[str, Any], result: TrainResult, measuring: float) -> dict[str, Any]:
-        from visalign.training.loop.sharding import unsharded_state
-
         begin, is_first = time.perf_counter(), self.trainer.accelerator.is_main_process
         with self.trainer.result():
             with self.trainer.measuring():
@@ -361,8 +357,6 @@ def policy_run(
     start: list[HeldoutResult] = []
 
     def evaluate(iteration: int) -> dict[str, float]:
-        from visalign.evaluation import load_heldout
-
         result = measure(records, evaluation.seeds[:1])
         if not start and before.is_file():
             start.append(load_heldout(before))

@@ -73,11 +73,10 @@ def _find(config: Any, output: Path, run: Callable[..., RunSummary]) -> float:
     valid = [row for row in rows if row["change"] is not None and row["note"] == ""]
     best = max(valid, key=lambda row: (row["change"], -row["lr"]), default={"change": 0.0})
     chosen = best["lr"] if best["change"] > 0 else config.optimizer.lr
-    table = Table("learning rate", "held-out change", "")
+    table, console = Table("learning rate", "held-out change", ""), Console()
     for row in rows:
         change = "-" if row["change"] is None else f"{row['change']:+.4f}"
         table.add_row(f"{row['lr']:g}", change, "chosen" if row["lr"] == chosen else row["note"])
-    console = Console()
     console.print(table)
     console.print(f"{RULE} Chosen: optimizer.lr={chosen:g}.", highlight=False, soft_wrap=True)
     if chosen in (rates[0], rates[-1]):

@@ -176,8 +176,7 @@ def _with_references(label: str, judge: Any, term: RewardTerm) -> Any:
     key = f"rewards.terms.{label}.references"
     if not isinstance(judge, PairwiseReward):
         raise UserError(
-            f"{key}: {judge.name} scores one sample and compares with no reference. Leave it out, or take a judge of "
-            "two images, such as reward_dance_pairs."
+            f"{key}: {judge.name} compares with no reference. Leave it out, or take reward_dance_pairs or its like."
         )
     if term.where:
         raise UserError(f"{key}: references are drawn for all prompts, and {label}.where chooses some. Leave one out.")
@@ -214,9 +213,7 @@ def check_routes(terms: Mapping[str, RewardTerm], records: Records) -> None:
     if optimized and unrewarded:
         count = f"{len(unrewarded)} of {len(records)} records of data.train"
         first = excerpt(dict(unrewarded[0]), 200)
-        raise UserError(
-            f"{count} have no reward, as each has a where; the first is {first}. Add a reward, or take them out."
-        )
+        raise UserError(f"{count} have no reward, as each has a where; the first is {first}. Add one, or drop them.")
 
 
 def code_fingerprints(config: Any) -> dict[str, str]:

@@ -7,7 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from visalign.config import UNREADABLE, check_bounds
 from visalign.errors import UserError, excerpt, suggestion
+from visalign.interfaces import PointwiseReward, with_capabilities
+from visalign.precision import check_device
 
 from .run_folder import check_place
 
@@ -18,10 +23,6 @@ def parse_options(items: list[str], option: str = "--option") -> dict[str, Any]:
     >>> parse_options(["quality=90", "prefer=smaller"])
     {'quality': 90, 'prefer': 'smaller'}
     """
-    import yaml
-
-    from visalign.config import UNREADABLE, check_bounds
-
     options: dict[str, Any] = {}
     for item in items:
         name, sign, value = item.partition("=")
@@ -59,9 +60,6 @@ def load_each(
     names: Sequence[str], options: Sequence[str], load: Callable[..., Any], device: str | None
 ) -> dict[str, Any]:
     """Load each reward once with its options (as `reward_options` takes them), on the device where they name none."""
-    from visalign.interfaces import with_capabilities
-    from visalign.precision import check_device
-
     if device is not None:
         check_device(device)
     return {
@@ -85,7 +83,6 @@ def with_cache(rewards: dict[str, Any], folder: Path | None) -> dict[str, Any]:
     """Wrap rewards or judges with the cache in a folder; None: no cache."""
     if folder is None:
         return rewards
-    from visalign.interfaces import PointwiseReward
     from visalign.rewards.cache.reward import CachedJudge, CachedReward
     from visalign.rewards.cache.store import ScoreCache
 

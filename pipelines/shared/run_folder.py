@@ -102,9 +102,8 @@ def check_unchanged(output: Path, fingerprints: Mapping[str, str]) -> None:
     """Refuse to continue a run whose data or code of one's own have another content than when it began."""
     from visalign.training.loop.checkpoint import check_same_config
 
-    path = output / FINGERPRINTS
-    if path.is_file():
-        saved = read_object(path)
+    if (output / FINGERPRINTS).is_file():
+        saved = read_object(output / FINGERPRINTS)
         known = {key: value for key, value in fingerprints.items() if key in saved}  # an earlier version kept fewer
         check_same_config(saved, known, where=f"the run in '{output}' (SHA-256 of its inputs)")
 

@@ -73,8 +73,7 @@ class ReferencesConfig:
     def __post_init__(self) -> None:
         if self.keep > self.count:
             raise UserError(
-                f"references.keep is {self.keep} and references.count is {self.count}: no more images can be kept "
-                "than are drawn. RewardDance draws 16 and keeps 2."
+                f"references.keep is {self.keep} and references.count {self.count}: no more are kept than drawn."
             )
 
 
@@ -94,9 +93,7 @@ class WeightSchedule:
 
     def __post_init__(self) -> None:
         if not max(self.start, self.end):
-            raise UserError(
-                "rewards.terms: a weight's start and end are 0. Give weight=0, which only records a reward."
-            )
+            raise UserError("rewards.terms: a weight's start and end are 0. Give weight=0, which only records it.")
 
     def at(self, iteration: int) -> float:
         """Return the weight after a number of iterations."""
@@ -217,13 +214,12 @@ class HeldoutConfig:
             raise UserError(f"evaluation.seeds is {self.seeds}; give different numbers, e.g. [0, 1].")
         for label in (label for label, term in self.rewards.items() if term.references):
             raise UserError(
-                f"evaluation.rewards.{label}.references: reference images are drawn for prompts that are trained on. "
-                f"Leave it out here; rewards.terms.{label}.references takes it."
+                f"evaluation.rewards.{label}.references are of trainings. Give rewards.terms.{label}.references."
             )
         labels, judge = {**dict.fromkeys(trained), **self.rewards}, self.correctness
         if "accuracy" in labels:
             raise UserError(
-                "A reward's label is 'accuracy', which names the verdicts. Give {my_accuracy: {name: REWARD}}."
+                "A reward's label is 'accuracy', the name of the verdicts. Give {my_accuracy: {name: REWARD}}."
             )
         if judge is not None and judge not in labels:
             allowed = f"{suggestion(judge, labels)}Labels: {', '.join(labels)}; or null."

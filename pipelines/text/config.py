@@ -223,8 +223,8 @@ class ProcessConfig:
     def __post_init__(self) -> None:
         if self.reference is None and (self.online is not None or self.unit == "token"):
             raise UserError(
-                "process.online and process.unit=token are of a language model, and process.reference is null. Name "
-                "the model that process.model was before its training; PRIME begins with both the same."
+                "process.online and process.unit=token need process.reference, which is null. Name the model that "
+                "process.model was before its training; PRIME begins with both the same."
             )
         if self.unit == "token" and self.delta:
             raise UserError("process.delta=true compares steps, and process.unit is token. Set process.unit=step.")
@@ -232,8 +232,7 @@ class ProcessConfig:
             raise UserError("process.online learns from the outcome, which process.replaces leaves out. Drop one.")
         if self.options and self.reference is not None:
             raise UserError(
-                f"process.options {', '.join(self.options)} are of a classifier, and process.reference makes "
-                "process.model a language model. Leave one of the two out."
+                f"process.options {', '.join(self.options)} are of a classifier, not of process.reference's models."
             )
 
 

@@ -164,7 +164,7 @@ def _config(run: Path) -> Any:
     config = load_job(str(path)).config
     if config.pipeline not in TRAINED:
         raise UserError(
-            f"'{run}' is a run of {config.pipeline}, which trains no text policy. Give a run of {', '.join(TRAINED)}."
+            f"'{run}' is a run of {config.pipeline}, not of a text policy. Give one of {', '.join(TRAINED)}."
         )
     if not result_folder(config, run).is_dir():
         raise UserError(f"The run in '{run}' is not finished. Go on with {resume_command(str(path), [], run)}.")

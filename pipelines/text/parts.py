@@ -399,9 +399,8 @@ def _build_implicit(process: ProcessConfig, model: TextModelConfig, policy: Caus
             loaded[key] = build_text_policy(TextModelConfig(**source, **same), policy.device, 0, reference=False)
             if loaded[key].tokenizer.get_vocab() != policy.tokenizer.get_vocab():
                 raise UserError(
-                    f"{process.model if key == 'model' else reference} has another vocabulary than model.path, and "
-                    "a log-ratio is of the policy's tokens. Train it from a model of the policy's family, or use a "
-                    "classifier."
+                    f"{process.model if key == 'model' else reference} has another vocabulary than model.path. Train "
+                    "it from a model of the policy's family, or use a classifier."
                 )
     options = {"tokenizer": policy.tokenizer, "beta": process.beta, "separator": process.separator}
     return ImplicitProcessReward(loaded["model"], reference=loaded["reference"], **options)

@@ -124,7 +124,7 @@ class TextProcessConfig:
             raise UserError(f"optimizer.updates_per_iteration is {updates}; an iteration is one pass. Leave it at 1.")
         if self.learns != "implicit" and self.loss != "cross_entropy":
             raise UserError(
-                f"loss={self.loss} is one of learns=implicit, and learns is {self.learns}. Leave loss out."
+                f"loss={self.loss} goes with learns=implicit, and learns is {self.learns}. Leave loss out."
             )
         if self.learns == "implicit" and (self.model.train == "head" or self.run.sharding):
             key = "model.train=head" if self.model.train == "head" else "run.sharding"
@@ -147,8 +147,7 @@ def read_steps(config: TextProcessConfig) -> tuple[Numbered, Numbered]:
             reward = record.get("reward")
             if config.learns == "implicit" and reward is not None and math.isfinite(reward) and not 0 <= reward <= 1:
                 raise UserError(
-                    f"Record {number} has the reward {reward}, and learns=implicit reads 1 (right), 0 (wrong), or a "
-                    "share between. Scale the rewards, or use learns=outcomes."
+                    f"Record {number} has the reward {reward}; learns=implicit reads 0, wrong, to 1, right. Scale it."
                 )
     trained, heldout = split_records(numbered, config.data.heldout, config.seed, lambda row: row[1]["prompt"])
     if (settings := config.data.convex_da) is not None:
@@ -230,9 +229,8 @@ def _implicit(config: TextProcessConfig, accelerator: Accelerator) -> Learner:
             texts = ([row[key] for row in fitting] for key in ("prompt", "completion"))
             rollout = demonstration_rollout(policy, *texts)
         label = [math.nan if row["reward"] is None else row["reward"] for row in fitting]
-        return ImplicitTexts(
-            policy, rollout, label, beta=config.beta, reference=policy, form=config.loss
-        )  # not trained yet
+        options: dict[str, Any] = {"beta": config.beta, "form": config.loss}
+        return ImplicitTexts(policy, rollout, label, reference=policy, **options)  # not trained yet
 
     return policy.trainable_parameters(), policy.module, policy.save, tokenize
 

@@ -208,9 +208,8 @@ def _sample_point(config: TextSampleConfig, records: Records, reward: Any, polic
             prompts=[with_hint(record, rollout.hint or "") for record in records] if point.hinted else None,
             after_call=lambda done: status.update(f"{title}: {done} of {len(records)} prompts"),
         )
-    scores = Scores(
-        value=completions.reward, valid=completions.scored, unit=reward.unit, reason=list(completions.reason)
-    )
+    reasons = list(completions.reason)
+    scores = Scores(value=completions.reward, valid=completions.scored, unit=reward.unit, reason=reasons)
     check_failures(scores, completions.scored, rollout.max_failure_rate, reward.name)
     console.print(
         f"temperature {point.temperature:g}, top-p {point.top_p:g}, seed {point.seed}"
@@ -234,9 +233,9 @@ def _select(
     if not chosen:
         highest = float(completions.reward.nan_to_num(-math.inf).max())
         raise UserError(
-            f"None of {length} completions was selected: {truncated} met the length limit (selection.truncated is "
-            f"{rule.truncated}), the highest reward is {highest:g} (selection.threshold is {rule.threshold:g}), and "
-            f"selection.skip_solved is {rule.skip_solved}. Change selection and go on with --resume, or sample more."
+            f"None of {length} completions was selected: {truncated} were too long, the best reward is {highest:g}. "
+            f"Change it (threshold {rule.threshold:g}, truncated {rule.truncated}, skip_solved {rule.skip_solved})"
+            " and go on with --resume, or sample more."
         )
     write_atomic(output / DATASET, demonstrations_jsonl(_dataset_record(records, completions, i) for i in chosen))
 
@@ -269,9 +268,8 @@ def _select(
         "config": asdict(config),
         "versions": versions(),
     }
-    text = summary_json(summary)
-    write_atomic(output / "summary.json", text)
-    return RunSummary(json.loads(text), ["visalign", "train", "text_sft", *_sft_keys(config, output)])
+    path = write_atomic(output / "summary.json", summary_json(summary))
+    return RunSummary(read_object(path), ["visalign", "train", "text_sft", *_sft_keys(config, output)])
 
 
 def _choose(rule: SelectionConfig, completions: Completions, candidates: Tensor) -> list[int]:

@@ -61,8 +61,7 @@ class DemonstrationsDataConfig(RecordsDataConfig):
             return
         if not len(words) == 2 == len({w.strip().casefold() for w in words if isinstance(w, str)} - {""}):
             raise UserError(
-                f"data.decision is {words}; give two different words, e.g. ['no', 'yes'] for the question "
-                "whether the second image is better (without quotes YAML reads yes as true)."
+                f"data.decision is {words}; give two words in quotes, e.g. ['no', 'yes'] (YAML reads yes as true)."
             )
         if self.question is None:
             raise UserError("data.decision decides between images, and data.question, which asks about them, is null.")

@@ -151,9 +151,8 @@ class Round:
             write_atomic(self.folder / ROUND, summary_json(self._record(labels)))
             records = [read_object(part.folder / ROUND) for part in (*self.earlier, self)]
             tasks = read_tasks([str(self.folder / LABELS)], single=False)[:REPORTED_PAIRS]
-            reported = [
-                {"prompt": task.prompt, "images": [*load_shown_images(task.images).values()]} for task in tasks
-            ]
+            images = [[*load_shown_images(task.images).values()] for task in tasks]
+            reported = [{"prompt": task.prompt, "images": i} for task, i in zip(tasks, images, strict=True)]
             write_atomic(self.output / "report.html", ugda_page(records, reported))
         return read_object(self.folder / ROUND)
 
@@ -269,24 +268,20 @@ def sample_settings(config: UGDAConfig, lora: Path | None) -> SampleSettings:
 
 def vote(store: VoteStore, labels: LabelConfig) -> None:
     """Vote on each pair by a judge or the verifier of the shapes world, unless too many of them fail."""
-    if labels.by == "truth":
-        judge: Any = load_reward("shapes_verifier", mode="mixed")
-    else:
-        judge = load_judge(labels.by, **labels.options)
+    name, options = ("shapes_verifier", {"mode": "mixed"}) if labels.by == "truth" else (labels.by, labels.options)
+    judge = load_judge(name, **options)
     _, reasons = judge_votes(store, judge, labels.by)
     if len(reasons) > labels.max_failure_rate * len(store.tasks):  # its votes stay, the other pairs are asked again
         raise UserError(
-            f"{labels.by!r} could not label {len(reasons)} of {len(store.tasks)} pairs; at most "
-            f"{labels.max_failure_rate:.0%} may fail (labels.max_failure_rate). The first: {reasons[0]}. Fix it, "
-            "then continue with --resume."
+            f"{labels.by!r} could not label {len(reasons)} of {len(store.tasks)} pairs; labels.max_failure_rate is "
+            f"{labels.max_failure_rate:.0%}. The first: {reasons[0]}. Fix it, then continue with --resume."
         )
 
 
 def _judge_job(config: UGDAConfig, member: int, folder: Path, start: Path | None = None) -> Job:
     """Build the training of a member in the round of `folder`, from that in the round of `start`."""
     ensemble = config.ensemble
-    changes: dict[str, Any] = {"data.train": str(folder / PAIRS), "data.heldout": None}
-    changes["seed"] = config.seed + member
+    changes: dict[str, Any] = {"data.train": str(folder / PAIRS), "data.heldout": None, "seed": config.seed + member}
     if start is not None:
         changes["model.lora_path"] = str(start / "members" / str(member) / "judge")
     if member and ensemble.diversity:

@@ -43,9 +43,7 @@ def read_signature(name: str, function: Callable[..., Any], *, forms: str, wrapp
     try:
         return inspect.signature(function).parameters
     except ValueError as error:
-        raise TypeError(
-            f"Reward {name!r} has no readable signature; wrap it into a Python function: {forms}."
-        ) from error
+        raise TypeError(f"Reward {name!r} has no readable signature; wrap it into a function: {forms}.") from error
 
 
 def pick_arguments(
@@ -58,8 +56,8 @@ def pick_arguments(
     if missing := [key for key in needed if key not in offered]:
         keys = [key for key in offered if key not in arguments]
         raise RewardError(
-            f"Reward {name!r} asks for {', '.join(missing)}, which is neither one of {', '.join(arguments)} nor a key "
-            f"of the metadata (keys: {', '.join(keys) or 'none'}). Rename it, or give it a default."
+            f"Reward {name!r} asks for {', '.join(missing)}; offered are {', '.join(arguments)} and the metadata's "
+            f"keys ({', '.join(keys) or 'none'}). Rename it, or give it a default."
         )
     return {key: offered[key] for key in parameters if key in offered}
 
@@ -83,7 +81,7 @@ def read_number(name: str, item: Any, position: str) -> float | None:
         item = item.item()
     if item is not None and not isinstance(item, int | float):
         raise RewardError(
-            f"Reward {name!r} returned {item!r} ({type(item).__name__}) {position}; needed is a number, or None."
+            f"Reward {name!r} returned {item!r} ({type(item).__name__}) {position}; give a number, or None."
         )
     try:
         return None if item is None else float(item)
@@ -98,9 +96,7 @@ def unjudged(name: str, number: float | None, range: tuple[float, float]) -> str
     if not abs(number) <= torch.finfo(torch.float32).max:  # scores are float32
         return f"{name} returned {'NaN' if math.isnan(number) else number} for it"
     if not range[0] <= number <= range[1]:
-        raise RewardError(
-            f"Reward {name!r} returned {number:g}, outside its declared range {range}; correct one of them."
-        )
+        raise RewardError(f"Reward {name!r} returned {number:g}, outside its declared range {range}; mend either.")
     return None
 
 

@@ -21,12 +21,10 @@ def listed_clips(name: str, images: Any) -> list[Any]:
     """List the clips of a sequence, or of an array [B, F, ...] or [B, ...]; `name` is the judge's."""
     is_array = isinstance(images, Tensor | np.ndarray)
     if is_array and images.ndim not in (4, 5):
-        raise ValueError(
-            f"{name}: images has shape {tuple(images.shape)}; give clips [B, F, 3, H, W] or images [B, 3, H, W]."
-        )
+        raise ValueError(f"{name}: images has shape {tuple(images.shape)}; give [B, F, 3, H, W] or [B, 3, H, W].")
     if not is_array and (not isinstance(images, Sequence) or isinstance(images, str | bytes)):
         raise TypeError(
-            f"{name}: images is a {type(images).__name__}; give a list of clips, each a list of images or an array."
+            f"{name}: images is a {type(images).__name__}; give a list of clips, lists of images or arrays."
         )
     return list(images)
 
@@ -37,7 +35,11 @@ def read_clip(where: str, clip: Any, choose: Callable[[int], Sequence[int] | str
     They may together have as many pixels as one image. `choose` turns a number of frames into the numbers of those
     that are judged, rising from 0, or says why such a clip cannot be judged.
     """
-    frames, length = _frames_of(clip), animation_length(clip)
+    if isinstance(clip, Tensor | np.ndarray):
+        frames: Any = clip[None] if clip.ndim == 3 else clip
+    else:
+        frames = clip if isinstance(clip, Sequence) and not isinstance(clip, str | bytes) else [clip]
+    length = animation_length(clip)
     if len(frames) == 0:
         raise ValueError(f"{where} is a clip of 0 frames; give at least one image.")
     is_animated = length > 1
@@ -66,9 +68,3 @@ def read_clip(where: str, clip: Any, choose: Callable[[int], Sequence[int] | str
         listed = ", ".join(f"{height}×{width}" for height, width in sizes)
         raise ValueError(f"{where} has frames of the sizes {listed}; the frames of a clip have one size.")
     return images, None
-
-
-def _frames_of(clip: Any) -> Any:
-    if isinstance(clip, Tensor | np.ndarray):
-        return clip[None] if clip.ndim == 3 else clip
-    return clip if isinstance(clip, Sequence) and not isinstance(clip, str | bytes) else [clip]

@@ -68,9 +68,7 @@ def check_answer(label: str, answer: Any, size: int, noun: str) -> Scores:
     for name, column in {"value": answer.value, "valid": answer.valid, **answer.parts}.items():
         form = list(column.shape) if isinstance(column, Tensor) else type(column).__name__
         if form != [size]:
-            raise RewardError(
-                f"Reward {label!r} returned {name!r} as {form} for {size} {noun}s, not a tensor [{size}]."
-            )
+            raise RewardError(f"Reward {label!r} returned {name!r} as {form} for {size} {noun}s; needed is [{size}].")
     if answer.valid.dtype != torch.bool:
         raise RewardError(f"Reward {label!r} returned valid as {answer.valid.dtype}; it must be torch.bool.")
     return answer
@@ -95,17 +93,13 @@ def read_request(
     check_list(name, "prompts", prompts, "string", is_text)
     batch = load_images(images, texts=texts)
     if len(batch) != len(prompts):
-        raise ValueError(
-            f"{name}: {len(batch)} images and {len(prompts)} prompts; give one prompt per image, repeated if need be."
-        )
+        raise ValueError(f"{name}: {len(batch)} images and {len(prompts)} prompts; give one prompt per image.")
     return Request(batch, list(prompts), read_metadata(name, metadata, len(prompts), noun="image"))
 
 
 def check_list(name: str, argument: str, values: Any, item: str, is_item: Callable[[Any], bool]) -> None:
     if isinstance(values, str | Mapping) or not isinstance(values, Sequence):
-        raise TypeError(
-            f"{name}: {argument} is a {type(values).__name__}, needed is a list with one {item} per sample."
-        )
+        raise TypeError(f"{name}: {argument} is a {type(values).__name__}; needed is a list, one {item} per sample.")
     for index, value in enumerate(values):
         if not is_item(value):
             description = f"{type(value).__name__} {value!r:.40}"
@@ -155,16 +149,12 @@ def group_labels(name: str, request: Request) -> list[Hashable]:
         samples = zip(request.prompts, records, strict=True)
         return [record_key({**record, "prompt": prompt}) for prompt, record in samples]
     if not all(has_key):
-        raise ValueError(
-            f"{name}: metadata[{has_key.index(False)}] has no {GROUP_KEY!r}; give each image its group, or none."
-        )
+        raise ValueError(f"{name}: metadata[{has_key.index(False)}] has no {GROUP_KEY!r}; give each one, or none.")
     labels: list[Hashable] = [record[GROUP_KEY] for record in records]
     prompt_of: dict[Hashable, str] = {}
     for label, prompt in zip(labels, request.prompts, strict=True):
         if prompt_of.setdefault(label, prompt) != prompt:
-            raise ValueError(
-                f"{name}: group {label!r} has the prompts {prompt_of[label]!r} and {prompt!r}; split the group."
-            )
+            raise ValueError(f"{name}: group {label!r} has the prompts {prompt_of[label]!r} and {prompt!r}; split it.")
     return labels
 
 

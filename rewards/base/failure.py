@@ -45,6 +45,5 @@ class FailureAlarm:
         total = len(self._last)
         self._last.clear()
         raise RewardError(
-            f"{self.name}: {counts.total()} of the last {total} answers failed, above max_failure_rate "
-            f"{self.limit:g}. Reasons: {listed}. Fix the judge, or raise max_failure_rate."
+            f"{self.name}: {counts.total()} of {total} answers failed, over max_failure_rate {self.limit:g}: {listed}."
         )

@@ -228,7 +228,7 @@ def _from_deep(image: Image.Image) -> Tensor:
     grey = np.asarray(image).astype(np.float64)
     if not np.isfinite(grey).all() or grey.min() < 0 or grey.max() > white:
         raise ValueError(
-            f"mode {image.mode} is grey in [0, {white:g}], its values span [{grey.min():g}, {grey.max():g}]"
+            f"mode {image.mode} is grey in [0, {white:g}]; its values are {grey.min():g} to {grey.max():g}"
         )
     return torch.from_numpy((grey / white).astype(np.float32)).expand(3, -1, -1).contiguous()
 

@@ -31,14 +31,10 @@ class _Cached:
         self._identity = identity
         if self.judge.capabilities.needs_group:
             raise RewardError(
-                f"Reward {judge.name!r} scores an image against its group, so a score means nothing by "
-                "itself. Cache the judge that it asks instead."
+                f"Reward {judge.name!r} scores an image against its group. Cache the judge that it asks."
             )
         if not isinstance(identity or judge.identity, Identity):
-            raise RewardError(
-                f"Reward {judge.name!r} has no identity, so a cache cannot know when its scores change. Give "
-                "one: identity=Identity(judge=..., model=...)."
-            )
+            raise RewardError(f"Reward {judge.name!r} has no identity. Give identity=Identity(judge=..., model=...).")
 
     @property
     def identity(self) -> Identity:
@@ -54,11 +50,8 @@ class _Cached:
         """
         if isinstance(prompts, str):  # zipped with images it would be a prompt per letter
             raise TypeError(f"{self.name}: prompts is a str, needed is a list with one string per image.")
-        for side in sides:
-            if len(side) != len(prompts):
-                raise ValueError(
-                    f"{self.name}: {len(side)} images and {len(prompts)} prompts; give one prompt per image."
-                )
+        if any(len(side) != len(prompts) for side in sides):
+            raise ValueError(f"{self.name}: {len(sides[0])} images and {len(prompts)} prompts; give one prompt each.")
         records = read_metadata(self.name, metadata, len(prompts), noun="image")
         labels: list[bytes | int] = []  # the key, or for an image that the judge shall refuse the number of the row
         for index, (prompt, record, *images) in enumerate(zip(prompts, records, *sides, strict=True)):

@@ -45,13 +45,10 @@ class ScoreCache:
                     connection.execute(_TABLE)
                     connection.execute(f"PRAGMA user_version = {VERSION}")
         except sqlite3.Error as error:
-            raise OSError(
-                f"The cache '{self.path}' cannot be opened: {error}. Free or remove it, or give another."
-            ) from error
+            raise OSError(f"The cache '{self.path}' cannot be opened: {error}. Remove it, or give another.") from error
         if version > VERSION:
             raise ValueError(
-                f"The cache '{self.path}' is of version {version}, this program writes {VERSION}. Use "
-                "another folder, or a later visalign."
+                f"The cache '{self.path}' is of version {version}, after our {VERSION}. Use another folder."
             )
 
     def get(self, judge: Identity, keys: Sequence[bytes]) -> dict[bytes, dict[str, Any]]:

@@ -80,13 +80,8 @@ class ChatJudge:
         self.template = template = template or default
         missing = next((f"{{{field}}}" for field in self.required_fields if field not in template.fields), None)
         images = f"the template has {template.images} slots for images; it needs {default.images}"
-        check_rules(
-            self.name,
-            {
-                f"the template has no {missing}; write it where that text belongs": missing is None,
-                images: template.images == default.images,
-            },
-        )
+        absent = f"the template has no {missing}; write it where that text belongs"
+        check_rules(self.name, {absent: missing is None, images: template.images == default.images})
         self.answers = answers
         self.sampling = {
             "answers": answers,

@@ -45,7 +45,7 @@ class LanguageEngine:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(str(source), trust_remote_code=False)
         except LOADING_ERRORS as error:
             raise RewardError(
-                f"The language model {str(model)!r} cannot be loaded: {error}. Give a folder or a hub name."
+                f"The language model {str(model)!r} cannot be loaded: {error}. Give a folder or hub id."
             ) from error
         self.model = loaded.to(device).eval().requires_grad_(False)
         self.name = source.name if isinstance(source, Path) else source
@@ -150,7 +150,7 @@ def load_language_model(model: str | Path, *, max_failure_rate: float = 0.5, **l
         is_language = is_adapter or type(AutoConfig.from_pretrained(str(source))) in MODEL_FOR_CAUSAL_LM_MAPPING
     except LOADING_ERRORS as error:
         raise RewardError(
-            f"The model {str(model)!r} cannot be loaded: {error}. Give a folder, a hub name, or base_url of a server."
+            f"The model {str(model)!r} cannot be loaded: {error}. Give a folder, hub id, or base_url."
         ) from error
     engine: Any = model
     if is_language:

@@ -69,12 +69,9 @@ class ChatServer:
         check_counts("ChatServer", parallel=parallel)
         key = None if api_key_env is None else os.environ.get(api_key_env)
         if api_key_env is not None and not key:
-            raise RewardError(
-                f"api_key_env is {api_key_env!r}, and the environment has no such variable. Set it to the key."
-            )
-        self.connection = ServerConnection(
-            base_url, api_key=key, timeout=timeout, deadline=deadline, retries=retries, backoff=backoff
-        )
+            raise RewardError(f"api_key_env is {api_key_env!r}, and there is no such variable. Set it to the key.")
+        limits: dict[str, Any] = {"timeout": timeout, "deadline": deadline, "retries": retries, "backoff": backoff}
+        self.connection = ServerConnection(base_url, api_key=key, **limits)
         self.name, self.model, self.dialect, self.parallel = model, model, dialect, parallel
         self.token_field, self.extra = token_field, dict(extra or {})
         self.alarm = FailureAlarm(f"{model} at {base_url}", max_failure_rate)
@@ -126,9 +123,8 @@ class ChatServer:
             result = parse(response)
             self.alarm.note(str(result) if isinstance(result, AnswerError) else None)
 
-        responses = self.connection.post_each(
-            "chat/completions", list(bodies.values()), parallel=self.parallel, on_done=watch
-        )
+        posting: dict[str, Any] = {"parallel": self.parallel, "on_done": watch}
+        responses = self.connection.post_each("chat/completions", list(bodies.values()), **posting)
         results = dict(zip(bodies, map(parse, responses), strict=True))
         return [[results[key] for key in query_keys] for query_keys in keys]
 
@@ -143,8 +139,7 @@ class ChatServer:
         }
 
     def _common_body(self, template: Template, messages: list[dict[str, Any]], top_logprobs: int) -> dict[str, Any]:
-        body: dict[str, Any] = {"model": self.model, "messages": messages}
-        body |= {"n": 1, "stream": False, "top_p": 1.0}
+        body: dict[str, Any] = {"model": self.model, "messages": messages, "n": 1, "stream": False, "top_p": 1.0}
         if top_logprobs:
             body |= {"logprobs": True, "top_logprobs": top_logprobs}
         if self.dialect != "openai":
@@ -153,8 +148,6 @@ class ChatServer:
                 body["chat_template_kwargs"] = dict(template.chat)
         if messages[-1]["role"] == "assistant":
             if self.dialect == "openai":
-                raise RewardError(
-                    f"The template {template.name!r} has an answer_prefix, which OpenAI's API cannot continue."
-                )
+                raise RewardError(f"The template {template.name!r} has an answer_prefix, which OpenAI's API lacks.")
             body |= {"add_generation_prompt": False, "continue_final_message": True}
         return body

@@ -216,9 +216,8 @@ class TextJudge(ChatJudge):
                 queries.setdefault(len(texts), []).append((number, order, query))
         for size, entries in queries.items():
             size_queries = [query for *_, query in entries]
-            answers = self.server.ask(
-                self.template, size_queries, read=partial(self._read, size=size), **self.sampling
-            )
+            read = partial(self._read, size=size)
+            answers = self.server.ask(self.template, size_queries, read=read, **self.sampling)
             checked = [[self._check_script(v, q) for v in row] for row, q in zip(answers, size_queries, strict=True)]
             chosen = self.meta_judge.choose(size_queries, checked, rated=rated)
             for (number, order, _), votes in zip(entries, chosen, strict=True):

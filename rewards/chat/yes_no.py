@@ -74,7 +74,7 @@ def read_yes_no(
         raise AnswerError(f"neither yes nor no is among the {len(log_probs)} likeliest first tokens ({first!r} leads)")
     if not mass >= min_mass:
         raise AnswerError(
-            f"the answer is neither yes nor no: both together have probability {mass:.3g}, min_mass is {min_mass:g}"
+            f"the answer is neither yes nor no: both have probability {mass:.3g}, min_mass is {min_mass:g}"
         )
     if -math.inf not in (log_yes, log_no):
         return ListedAnswer(log_yes - log_no, log_yes - log_no, mass)
@@ -94,7 +94,7 @@ def check_reading(name: str, *, top_logprobs: int, min_mass: float) -> None:
     """Refuse options with which no first token can be read."""
     if top_logprobs < 2 or not 0 <= min_mass < 1:
         raise RewardError(
-            f"{name}: top_logprobs is {top_logprobs} and min_mass {min_mass}; allowed are from 2, and 0 to below 1."
+            f"{name}: top_logprobs is {top_logprobs} and min_mass {min_mass}; allowed are from 2, and [0, 1)."
         )
 
 
@@ -138,11 +138,11 @@ class YesNoServer(ChatJudge):
     def _read(self, reply: Reply) -> dict[str, float]:
         if not reply.first_token:
             raise AnswerError(
-                f"the server gave no top_logprobs; start vLLM with --max-logprobs of at least {self.top_logprobs}"
+                f"the server gave no top_logprobs; start vLLM with --max-logprobs {self.top_logprobs} or more"
             )
         answer = read_reply_yes_no(reply, self.template, self.min_mass)
         if answer.missing:
             raise AnswerError(
-                f"{answer.missing} is not among the {len(reply.first_token)} likeliest tokens; raise top_logprobs"
+                f"{answer.missing} is not among {len(reply.first_token)} likeliest tokens; raise top_logprobs"
             )
         return {"value": answer.log_odds, "prob": answer.prob, "mass": answer.mass}

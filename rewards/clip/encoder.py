@@ -109,9 +109,7 @@ class ClipParts:
             return
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        state = {
-            key: value.to(dtype) if value.is_floating_point() else value for key, value in model.state_dict().items()
-        }
+        state = {k: v.to(dtype) if v.is_floating_point() else v for k, v in model.state_dict().items()}
         model.save_pretrained(folder, state_dict=state)
         tokenizer.save_pretrained(str(folder))
         processor = {

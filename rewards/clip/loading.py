@@ -129,8 +129,7 @@ def save_changes(folder: str | Path, parts: ClipParts, base: str, *, subfolder: 
     wrong = sorted(set(before) ^ set(after)) or [k for k in after if after[k].shape != before[k].shape]
     if wrong:
         raise RewardError(
-            f"The model does not come from {base!r}: {', '.join(wrong[:8])} differ in name or shape. "
-            "Name the base that it was fine-tuned from, or save it whole."
+            f"The model does not come from {base!r}: {', '.join(wrong[:8])} differ. Name its base, or save it whole."
         )
     changes = {
         key: (value.to(dtype) if value.is_floating_point() else value).detach().cpu().contiguous()

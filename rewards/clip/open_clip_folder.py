@@ -66,8 +66,7 @@ def load_open_clip(
         tokenizer(["a"])  # one without a pad token fails here
     except LOADING_ERRORS as error:
         raise RewardError(
-            f"The open_clip model {str(folder_or_name)!r} cannot be loaded: {error}. Check that config, "
-            "weights and tokenizer belong together, and that names can be fetched from here."
+            f"The open_clip model {str(folder_or_name)!r} cannot be loaded: {error}. Check config, weights, tokenizer."
         ) from error
     return model.eval().requires_grad_(False), dict(model.visual.preprocess_cfg), tokenizer
 
@@ -131,9 +130,8 @@ def check_pooling(tokenizer: Any, pooled: int | None, length: int) -> int:
         if end not in row or (max(row) if pooled is None else pooled) != end:
             where = f"the largest id, {max(row)}" if pooled is None else f"token {pooled}"
             raise RewardError(
-                f"The text tower pools at {where}, but the tokenizer's end token is {end} and a {name} text "
-                f"ends in {row[-1]}, so scores would come from a wrong position. Give the tokenizer that "
-                "belongs to the weights; it ends each text, also one that is cut, with its eos_token."
+                f"The text tower pools at {where}, but the tokenizer's end token is {end} and a {name} text ends in "
+                f"{row[-1]}. Give the tokenizer of the weights, which ends each text, also one that is cut."
             )
     return end
 
@@ -190,8 +188,7 @@ def _check_folder(folder: Path, *, weights: bool) -> None:
             text = read_object(folder / CONFIG)["model_cfg"]["text_cfg"]
         except (KeyError, TypeError) as error:
             raise RewardError(
-                f"{folder / CONFIG} is no open_clip config ({type(error).__name__}: {error}); it needs "
-                "model_cfg with embed_dim, vision_cfg and text_cfg."
+                f"{folder / CONFIG} is no open_clip config ({type(error).__name__} {error}); needs model_cfg.text_cfg."
             ) from error
         if text.get("hf_tokenizer_name"):
             missing = [name for name in TOKENIZER if not (folder / name).is_file()]

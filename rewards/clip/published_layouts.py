@@ -120,9 +120,7 @@ def _read_config(folder: Path, config: Mapping[str, Any] | None) -> Mapping[str,
         return config
     settings = read_object(file)
     if settings.get("model_type") != "clip":
-        raise RewardError(
-            f"{file} describes a model of type {settings.get('model_type')!r}; needed is 'clip' (CLIPModel)."
-        )
+        raise RewardError(f"{file} describes a model of type {settings.get('model_type')!r}; needed is 'clip'.")
     return settings
 
 
@@ -134,8 +132,7 @@ def _tokenizer(folder: Path, text: Any, otherwise: str) -> Callable[..., Tensor]
         return TextTokenizer(AutoTokenizer.from_pretrained(folder, trust_remote_code=False), length)
     if text.vocab_size != 49408:
         raise RewardError(
-            f"The folder {folder} holds no tokenizer.json, and a vocabulary of {text.vocab_size} is not "
-            "CLIP's own (49408); copy the tokenizer's files into it."
+            f"{folder} holds no tokenizer.json, and {text.vocab_size} tokens are not CLIP's 49408; copy it there."
         )
     from open_clip import SimpleTokenizer
 

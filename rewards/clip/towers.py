@@ -77,13 +77,11 @@ class ClipTowers:
         self.texts = FeatureCache(cache_bytes)
         self._changes = dict(preprocess or {})
         self._weights_seen: int | None = None
-        self._load = load or (
-            lambda precision: (
-                model if isinstance(model, ClipParts) else load_clip(model, device=device, precision=precision)
-            )
-        )
         if isinstance(model, ClipParts):
+            self._load: Callable[[str], ClipParts] = lambda precision: model
             _ = self.parts
+        else:
+            self._load = load or (lambda precision: load_clip(model, device=device, precision=precision))
 
     @cached_property
     def parts(self) -> ClipParts:

@@ -148,21 +148,16 @@ class CodeTests:
         are_numbers = all(isinstance(value, int | float) and 0 < value < 1e9 for value in values.values())
         check_choices(name, credit=(credit, ("all", "share")))
         check_counts(name, workers=workers)
-        rules = {
-            f"tolerance is {tolerance!r}; allowed are numbers from 0 to below 1": 0 <= tolerance < 1,
-            f"limits are {values}; allowed are {', '.join(keys)}, each above 0 and below 1e9": are_numbers
-            and values.keys() <= keys,
-        }
+        bounds = f"limits are {values}; allowed are {', '.join(keys)}, each above 0 and below 1e9"
+        rules = {bounds: are_numbers and values.keys() <= keys}
+        rules[f"tolerance is {tolerance!r}; allowed are numbers from 0 to below 1"] = 0 <= tolerance < 1
         check_rules(name, rules)
         self.name, self.unit = name, "1 = all tests pass" if credit == "all" else "share of tests"
         self._field, self._setup_field, self._credit = field, setup_field, credit
         self._after, self._whole, self._workers, self._tolerance = after, whole, workers, tolerance
         self._limits, self._url = SandboxLimits(**values), url
-        self._execute: Callable[[str, str], Run] = (
-            partial(run_server, url, limits=self._limits)
-            if url
-            else partial(run_bubblewrap, limits=self._limits, packages=packages)
-        )
+        execute = partial(run_server, url) if url else partial(run_bubblewrap, packages=packages)
+        self._execute: Callable[[str, str], Run] = partial(execute, limits=self._limits)
 
     def score(self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None) -> Scores:
         """Run the tests of each completion; `NoSandbox` where nothing can run them."""
@@ -229,9 +224,8 @@ class CodeTests:
             return Outcome(False, f"it ended with {run.exit_code}: {shortened(last)}")
         if len(run.stdout) > self._limits.output_bytes:
             return Outcome(False, "it printed too much")
-        printed, expected = (
-            [line.rstrip() for line in text.rstrip().splitlines()] for text in (run.stdout, test["stdout"])
-        )
+        texts = run.stdout, test["stdout"]
+        printed, expected = ([line.rstrip() for line in text.rstrip().splitlines()] for text in texts)
         return Outcome(printed == expected, "" if printed == expected else f"it printed {shortened(run.stdout)}")
 
     def _judge(self, completion: str, tests: Any, setup: Any) -> tuple[TextVerdict, float]:
@@ -245,9 +239,8 @@ class CodeTests:
         try:
             tests = read_tests(tests)
             if not (code or "").strip():
-                return TextVerdict(
-                    value=0.0, remark=f"no {self._after}" if text is None else "no closed code block"
-                ), 0.0
+                remark = f"no {self._after}" if text is None else "no closed code block"
+                return TextVerdict(value=0.0, remark=remark), 0.0
             results = self.run(code or "", tests, str(setup or ""))
         except UnreadableTests as error:
             return TextVerdict(reason=f"the tests in {self._field!r} cannot be read: {error}"), math.nan

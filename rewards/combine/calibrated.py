@@ -60,13 +60,13 @@ class Calibrated:
         self._value = torch.as_tensor(reference, dtype=torch.float64).flatten()
         std = torch.zeros_like(self._value) if std is None else torch.as_tensor(std, dtype=torch.float64)
         self._std = std.flatten()
-        are_numbers = torch.isfinite(self._value).all() and torch.isfinite(self._std).all()
+        sizes = f"{len(self._value)} reference scores and {len(self._std)} deviations"
+        are_numbers = torch.isfinite(self._value).all() and (self._std >= 0).all() and torch.isfinite(self._std).all()
         rules = {
-            f"{len(self._value)} reference scores and {len(self._std)} deviations; give at least two scores, "
-            "and as many deviations or none": 2 <= len(self._value) and self._std.shape == self._value.shape,
-            "the reference holds NaN, infinite or negative deviations; leave invalid rows out": bool(
-                are_numbers and (self._std >= 0).all()
-            ),
+            f"{sizes}; give at least two scores, and as many deviations or none": 2
+            <= len(self._value)
+            == len(self._std),
+            "the reference holds NaN, infinite or negative deviations; leave invalid rows out": bool(are_numbers),
         }
         check_rules(self.reward.name, rules)
         self.scale = scale
@@ -114,9 +114,8 @@ class Calibrated:
         rank = self._rank(value, std)
         if not self.reward.higher_is_better:
             rank = 1 - rank
-        return make_scores(
-            rank.float(), reasons, self.unit, parts={"raw": scores.value.cpu().float()}, text=scores.text
-        )
+        parts = {"raw": scores.value.cpu().float()}
+        return make_scores(rank.float(), reasons, self.unit, parts=parts, text=scores.text)
 
     def _rank(self, value: Tensor, std: Tensor) -> Tensor:
         """Compute [B] in [0, 1] for values [B] with deviations [B]; NaN where the value is."""

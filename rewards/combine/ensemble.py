@@ -73,9 +73,8 @@ class Ensemble:
             f"how is {how!r}; allowed are {', '.join(HOW)}": how in HOW,
             f"strength is {strength}; allowed are finite numbers from 0": 0 <= strength < math.inf,
             f"ddof is {ddof}; allowed are 0 and 1": ddof in (0, 1),
-            f"min_members is {needed}; allowed are {minimum} to {len(labels)}, the members{why}": (
-                minimum <= needed <= len(labels)
-            ),
+            f"min_members is {needed}; allowed are {minimum} to {len(labels)}, the members{why}": needed
+            in range(minimum, len(labels) + 1),
             f"calibration names {', '.join(unknown)}; the members are {', '.join(labels)}": not unknown,
         }
         for key, noun in (("unit", "units"), ("higher_is_better", "directions")):

@@ -42,10 +42,8 @@ class Frames:
             reward = load_reward(reward, run_device=device, **options)
         self.reward = with_capabilities(reward)
         if self.reward.capabilities.needs_group:
-            raise RewardError(
-                f"{self.reward.name} compares the images of a group, so single frames have no score. "
-                "Give a judge of one image."
-            )
+            fault = "compares the images of a group, so single frames have no score"
+            raise RewardError(f"{self.reward.name} {fault}. Give a judge of one image.")
         self.frames, self.name = frames, f"{self.reward.name}_frames"
         self.unit, self.range = self.reward.unit, self.reward.range
         self.higher_is_better = self.reward.higher_is_better

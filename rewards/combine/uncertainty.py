@@ -99,8 +99,7 @@ def with_deviation(name: str, scores: Scores) -> tuple[Scores, Tensor]:
     """Return (scores, [B] σ); a row whose σ is not known has no score."""
     if scores.std is None:
         raise RewardError(
-            f"Reward {name!r} gives no standard deviation, so there is no uncertainty to use; wrap an "
-            "ensemble, or a judge with Scores.std."
+            f"Reward {name!r} gives no standard deviation. Take an ensemble, or a judge with Scores.std."
         )
     valid = scores.valid & torch.isfinite(scores.value) & torch.isfinite(scores.std)
     reasons = list(scores.reason or [None] * len(scores))

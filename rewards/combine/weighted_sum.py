@@ -173,8 +173,7 @@ class WeightedSum:
         """(label, reward, w_m d_m / std_m, mean_m) of the terms w_m d_m (r_m − mean_m) / std_m."""
         if self._per_batch:
             raise RewardError(
-                f"{self.name} brings its terms to z-scores of the batch, which couples the images' "
-                "gradients. Set rewards.normalise to none or to fixed (each term's mean and std)."
+                f"{self.name} takes z-scores of the batch, which couple gradients. Set normalise to none or fixed."
             )
         for label, (reward, weight) in self.rewards.items():
             if weight:

@@ -128,8 +128,7 @@ class HeieHeads(nn.Module):
         """Read a file of `save` as float32."""
         if not Path(file).is_file():
             raise FileNotFoundError(
-                f"There are no HEIE heads at {file}; take the packaged judge 'shapes-heie', or train some: "
-                "`python -m assets.build.heie --model MODEL --out FOLDER` in a checkout of visalign."
+                f"There are no HEIE heads at {file}; take 'shapes-heie', or train some: python -m assets.build.heie."
             )
         try:
             with open_tensors(Path(file)) as opened:

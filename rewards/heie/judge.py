@@ -93,8 +93,7 @@ class Heie:
         self.engine = engine_of(model, self.name, device=device, precision=precision, **loading)
         if window := self.engine.network.images.settings().get("window", 0):
             raise ValueError(
-                f"{self.name}: the model crops plain borders ({window} pixels), and a map is of the whole "
-                "image. Load it with window=0."
+                f"{self.name}: the model crops plain borders ({window} pixels), so load it with window=0."
             )
         if heads is None:
             folder = resolve_model(model) if isinstance(model, str | Path) else None
@@ -108,8 +107,7 @@ class Heie:
         sizes, width = self.heads.settings, self.engine.model.config.get_text_config().hidden_size
         if (sizes.hidden, sizes.features) != (width, width):  # an image's features are its tokens
             raise ValueError(
-                f"{self.name}: the heads read hidden states of {sizes.hidden} numbers and features of "
-                f"{sizes.features}, this model has {width} of both; give heads that were trained on it."
+                f"{self.name}: the heads read {sizes.hidden} and {sizes.features} numbers, this model has {width}."
             )
         self.template = template or self.engine.template("explain", EXPLAIN)
         self._fields = check_fields(self.template)

@@ -75,8 +75,7 @@ class EditReward:
         engine, state = published_engine(path, self._base, default_base=None, heads="rm_heads.", **self._options)
         if engine.model.config.model_type == "qwen3_vl" and engine.positions == "1d":
             raise RewardError(
-                "The base is a Qwen3-VL, which was trained with three-axis positions and its processor's sizes of "
-                "images; give positions='mrope', min_pixels and max_pixels."
+                "The base is a Qwen3-VL; give positions='mrope', min_pixels and max_pixels, as it was trained."
             )
         engine.model.eval().requires_grad_(False)
         heads = []

@@ -84,17 +84,15 @@ def read_member(path_or_id: str | Path) -> Member:
     kind = head.get("type") if isinstance(head, Mapping) else None
     if kind != "ranknet" or not (folder / ADAPTER).is_file():
         raise RewardError(
-            f"{folder.name} is no member of a LoRA ensemble: it needs {ADAPTER} and a {SETTINGS} whose head "
-            f"is 'ranknet' (it is {kind!r}). Train members with visalign train-reward, model.kind=hpsv3 "
-            "model.train=lora."
+            f"{folder.name} is no member of a LoRA ensemble: it needs {ADAPTER} and a head 'ranknet' (not {kind!r}). "
+            "Train members with visalign train-reward, model.kind=hpsv3 model.train=lora."
         )
     base = resolve_model(base_of(folder, settings))
     tensors, config = {**adapters_of(folder), **read_tensors(folder / HEAD_FILE)}, read_object(folder / ADAPTER)
     odd = [f"{key} {config[key]!r}" for key, plain in _PLAIN.items() if config.get(key) and config[key] != plain]
     if odd or not config.get("r") or not config.get("lora_alpha"):
         raise RewardError(
-            f"The LoRA of {folder.name} has {', '.join(odd) or 'no rank or no alpha'}; members are plain "
-            "LoRAs of one rank in all layers, α/r times B A and nothing else."
+            f"The LoRA of {folder.name} has {', '.join(odd) or 'no rank or no alpha'}; members are LoRAs of one rank."
         )
     return Member(
         name=folder.name,
@@ -119,9 +117,8 @@ def stack_members(members: Sequence[Member]) -> tuple[JudgeSettings, dict[str, T
         for name, value in member.shared_facts().items():
             if value != facts[name]:
                 raise RewardError(
-                    f"The members {first.name} and {member.name} differ in {name}: {facts[name]!s:.120} and "
-                    f"{value!s:.120}. In one pass they must agree; visalign.rewards.Ensemble asks one after "
-                    "another."
+                    f"{first.name} and {member.name} differ in {name}: {facts[name]!s:.120} and {value!s:.120}. "
+                    "In one pass they must agree; visalign.rewards.Ensemble asks one after another."
                 )
     rank = max(value.shape[0] for m in members for key, value in m.tensors.items() if key.endswith("lora_A"))
     stacked: dict[str, Tensor] = {}

@@ -58,8 +58,7 @@ def stack_adapters(
     layers = {name: module for name, module in backbone.named_modules() if isinstance(module, nn.Linear)}
     if missing := sorted(set(names) - set(layers)):
         raise RewardError(
-            f"The model lacks {len(missing)} linear layers that the members adapt: {', '.join(missing[:3])}. "
-            "Give the base that they were trained from."
+            f"The model lacks linear layers that the members adapt: {', '.join(missing[:3])}. Give their base."
         )
     adapters = {name: StackedLora(layers[name], members, rank, scaling) for name in names}
     for name, adapter in adapters.items():
@@ -136,8 +135,7 @@ class LoraEnsembleModel(nn.Module):
         prefix = next(name for name, part in engine.model.named_modules() if part is language_model)
         if outside := [name for name in layers if not name.startswith(f"{prefix}.")]:
             raise RewardError(
-                f"The members adapt {', '.join(outside[:3])}, outside the language part; one pass shares the "
-                "vision tower. Train members whose LoRA is only in the language part."
+                f"The members adapt {', '.join(outside[:3])}, outside the language part, which is all that may differ."
             )
         rank = tensors[f"{layers[0]}.lora_A"].shape[1] if layers else 0
         self.adapters = stack_adapters(engine.model, layers, members, rank, scaling)

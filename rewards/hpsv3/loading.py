@@ -66,8 +66,7 @@ def _load_ours(folder: Path, base: str | Path | None, template: Template | None,
     head = settings.rest["head"]
     if not isinstance(head, Mapping) or head.get("type") != "ranknet":
         raise RewardError(
-            f"The head of {folder.name}/{SETTINGS} is {head!r}; HPSv3's is 'ranknet'. A folder of "
-            "'ranknet members' is for the judge lora_ensemble."
+            f"The head of {folder.name}/{SETTINGS} is {head!r}; HPSv3's is 'ranknet' ('ranknet members': ensemble)."
         )
     options = {"name": folder.name, "settings": settings, "positions": settings.positions, **options}
     if (folder / ADAPTER).is_file():
@@ -95,16 +94,13 @@ def published_engine(
         folder, files = path, sorted({file for pattern in _FILES for file in path.glob(pattern)})
     if len(files) != 1:
         raise FileNotFoundError(
-            f"{folder} holds {len(files)} weight files and no {SETTINGS} with a head; give the file itself."
+            f"{folder} holds {len(files)} weight files and no {SETTINGS} with a head; name the file."
         )
     file = files[0]
     settings = JudgeSettings.read(folder)
     base = base or (folder if (folder / "config.json").is_file() else default_base)
     if base is None:
-        raise RewardError(
-            f"{folder} holds no config.json; give as base the model that the weights were trained from "
-            "(folder or hub id)."
-        )
+        raise RewardError(f"{folder} holds no config.json; give as base the model that the weights were trained from.")
     state = read_tensors(file, "model" if file.suffix in (".pt", ".pth") else None, optional=True)
     head_tensors = {key: state.pop(key) for key in list(state) if key.startswith(heads)}
     options = {"min_pixels": PIXELS, "max_pixels": PIXELS, **settings.rest.get("pixels", {}), **options}
@@ -142,8 +138,8 @@ def engine_of_tensors(
     vocabulary, ids = len(model.get_input_embeddings().weight), [engine.rows.specials[t] for t in tokens]
     if ids != list(range(vocabulary - len(tokens), vocabulary)):
         raise RewardError(
-            f"The tokenizer of the base gives {', '.join(tokens)} the id {', '.join(map(str, ids))}, and "
-            f"in the weights it is the last of {vocabulary}. Give the base that they were trained from."
+            f"The base gives {', '.join(tokens)} the id {', '.join(map(str, ids))}, the weights the last of "
+            f"{vocabulary}. Give the base that they were trained from."
         )
     return engine
 

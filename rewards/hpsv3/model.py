@@ -80,8 +80,7 @@ class HPSv3Model(nn.Module):
         size = engine.model.config.get_text_config().hidden_size
         if width != size or outputs != 2:
             raise RewardError(
-                f"The head takes {width} numbers and gives {outputs}; this model has {size}, and mean and "
-                "log-deviation are 2."
+                f"The head maps {width} numbers to {outputs}; needed are {size} and 2, mean and log-deviation."
             )
 
     @classmethod

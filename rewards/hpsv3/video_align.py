@@ -261,9 +261,7 @@ def merge_lora(state: Mapping[str, Tensor], scale: float, dtype: torch.dtype) ->
         b, target = low_rank.pop(name), name.replace(".lora_B.", ".")
         a = low_rank.pop(name.replace(".lora_B.", ".lora_A."), None)
         if a is None or target not in plain or plain[target].shape != (len(b), a.shape[-1]):
-            raise RewardError(
-                f"The LoRA's {name} does not fit the weights in the same file; copy the checkpoint again."
-            )
+            raise RewardError(f"The LoRA's {name} does not fit the weights in its file; copy the checkpoint again.")
         plain[target] = (plain[target].float() + scale * (b.float() @ a.float())).to(dtype)
     if low_rank:
         raise RewardError(f"The LoRA's {min(low_rank)} lacks its other half; copy the checkpoint again.")
@@ -276,7 +274,7 @@ def _find_files(path: Path) -> tuple[Path, Path]:
     root = next((parent for parent in (folder, folder.parent) if (parent / CONFIG).is_file()), None)
     if root is None:
         raise FileNotFoundError(
-            f"Neither {folder} nor the folder above it holds {CONFIG}; give the folder as it was published."
+            f"Neither {folder} nor its parent holds {CONFIG}; give the folder as it was published."
         )
     steps = {int(f.name[11:]): f for f in folder.glob("checkpoint-*") if f.name[11:].isdigit()}
     return root, path if path.is_file() else (steps[max(steps)] if steps else folder) / "model.pth"
@@ -298,9 +296,7 @@ def _read_config(file: Path) -> dict[str, Any]:
         normal = {key: float(inference[key]) for p in PARTS for key in (f"{p}_mean", f"{p}_std")}
         settings = {"fps": data["fps"], "max_pixels": data["max_frame_pixels"], "lora_scale": scale}
     except (ValueError, KeyError, TypeError, ZeroDivisionError) as error:
-        raise RewardError(
-            f"{file.name} of {file.parent.name} is no config of VideoAlign ({type(error).__name__}: {error})."
-        ) from error
+        raise RewardError(f"{file} is no config of VideoAlign ({type(error).__name__}: {error}).") from error
     for name, (value, expected) in required.items():
         if value != expected:
             raise RewardError(f"{file.name} of {file.parent.name} says {name} = {value!r}; allowed is {expected!r}.")

@@ -94,10 +94,7 @@ def check_preferences(name: str, preferences: Any, size: int) -> Preferences:
     if isinstance(preferences, Preferences) and len(preferences) == size:
         return preferences
     count = len(preferences) if isinstance(preferences, Preferences) else f"a {type(preferences).__name__}"
-    raise RewardError(
-        f"Judge {name!r} returned {count} for {size} pairs; it must return one "
-        "visalign.interfaces.Preferences with an entry per pair."
-    )
+    raise RewardError(f"Judge {name!r} returned {count} for {size} pairs; needed are Preferences, an entry per pair.")
 
 
 def read_preferences(preferences: Preferences) -> PairAnswers:

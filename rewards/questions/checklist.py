@@ -41,7 +41,7 @@ class ChecklistRule:
         """Read the published file: "coef", "intercept" (a number or a list of one) and "masked_features"."""
         if "coef" not in record or not set(record) <= set(_RULE_KEYS):
             raise ValueError(
-                f"A checklist rule has {', '.join(sorted(_RULE_KEYS))}, coef at least; given are {list(record)}."
+                f"A checklist rule has {', '.join(sorted(_RULE_KEYS))}, coef at least; given: {list(record)}."
             )
         masked: dict[int, tuple[int, ...]] = {int(key): () for key in record.get("mask_questions", ())}
         masked |= {int(key): tuple(hidden) for key, hidden in record.get("masked_features", {}).items()}
@@ -84,9 +84,7 @@ class ChecklistRule:
         features = [question for question in range(count) if question not in self.masked]
         expected = len(features) + self.has_alignment
         if len(self.weights) != expected:
-            raise ValueError(
-                f"There are {len(self.weights)} weights for {len(features)} features: {expected} are needed."
-            )
+            raise ValueError(f"There are {len(self.weights)} weights for {len(features)} features; give {expected}.")
         return features
 
 

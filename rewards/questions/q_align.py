@@ -98,6 +98,4 @@ def _first_tokens(tokenizer: Any) -> list[int]:
         ids = [int(tokenizer(blank + word, add_special_tokens=False)["input_ids"][0]) for word in LEVELS]
         if len(set(ids)) == len(LEVELS):
             return ids
-    raise RewardError(
-        f"The levels {', '.join(LEVELS)} do not begin with five different tokens of this model; give another model."
-    )
+    raise RewardError(f"The levels {', '.join(LEVELS)} do not begin with five tokens here; give another model.")

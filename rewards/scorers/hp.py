@@ -101,8 +101,7 @@ class Hp(ClipHeadJudge):
             where = next((file for name in (HEAD, PUBLISHED_HEAD) if (file := folder / name).is_file()), None)
             if where is None:
                 raise FileNotFoundError(
-                    f"The folder {folder} lacks the HP head; needed is {HEAD} or {PUBLISHED_HEAD}. Give the whole "
-                    "folder of 8y/HP, or one that Hp.save wrote."
+                    f"The folder {folder} lacks the HP head {HEAD} or {PUBLISHED_HEAD}. Give the whole folder."
                 )
             with torch.inference_mode(False):
                 head = AffineHead.from_state_dict(read_tensors(where), str(where))

@@ -43,7 +43,7 @@ class Iqa:
             from pyiqa.default_model_configs import DEFAULT_CONFIGS as configs  # type: ignore[import-not-found]
         except ImportError as error:
             raise RewardError(
-                f'{self.name}: pyiqa cannot be imported ({error}). Install it: python -m pip install "visalign[iqa]".'
+                f'{self.name}: pyiqa is missing ({error}). Run: python -m pip install "visalign[iqa]".'
             ) from error
         metrics = {key: value for key, value in configs.items() if not key.startswith(("fid", "inception"))}
         if metric not in metrics:

@@ -154,9 +154,7 @@ class FrechetGain(VendiGain):
         if not isinstance(reference, str | Path):
             self._texts = list(map(str, reference))
         elif not reference or not Path(reference).exists():
-            raise RewardError(
-                f"{self.name}: reference={str(reference)!r} does not exist; give a folder or a .txt file."
-            )
+            raise RewardError(f"{self.name}: reference={str(reference)!r} does not exist; give a folder or .txt file.")
         elif Path(reference).is_file():
             try:
                 lines = Path(reference).read_text(encoding="utf-8-sig").splitlines()

@@ -90,7 +90,6 @@ def _slope(scale: Scale, logit_scale: float | None, name: str) -> float:
     slope = logit_scale if scale.slope is None else scale.slope
     if slope is None or not slope > 0:
         raise ValueError(
-            f"{name!r} needs logit_scale, the positive factor exp(logit_scale) of the checkpoint; given: "
-            f"{logit_scale}. PickScore(...).logit_scale has it."
+            f"{name!r} needs logit_scale, the checkpoint's positive factor (PickScore has it); given: {logit_scale}."
         )
     return slope

@@ -107,9 +107,7 @@ class RemoteReward:
         for server, about in zip(self._servers, abouts, strict=True):
             if any(about["judge"].get(field) != card.get(field) for field in _SHARED_FIELDS):
                 other, first = (f"{c['name']!r} (identity {c.get('identity')})" for c in (about["judge"], card))
-                raise RewardError(
-                    f"{server.url} serves {other}, and {urls[0]} serves {first}; needed is one judge. Leave it out."
-                )
+                raise RewardError(f"{server.url} serves {other}, and {urls[0]} serves {first}. Leave one of them out.")
             seconds = timeout or float(about["limits"]["timeout"]) + 30.0
             server.client.timeout = httpx.Timeout(seconds, connect=min(seconds, _CONNECT_SECONDS))
         self._limits = {name: min(int(about["limits"][name]) for about in abouts) for name in _LIMITS}
@@ -180,15 +178,12 @@ class RemoteReward:
                 if "judge" in about:
                     return about
                 if about.get("busy") is not True or time.monotonic() > deadline:
-                    raise RewardError(
-                        f"{server.url} answers {reply.status_code}, but is no reward server of visalign."
-                    )
+                    raise RewardError(f"{server.url} answers {reply.status_code}, but is no reward server of ours.")
             except httpx.TransportError as error:  # a full server closes connections, too
                 failures += 1
                 if failures >= self._attempts:
                     raise RewardError(
-                        f"No reward server at {server.url} ({type(error).__name__}: {error}). Start one: "
-                        "visalign serve-reward NAME."
+                        f"No reward server at {server.url} ({error}). Start one: visalign serve-reward NAME."
                     ) from error
             time.sleep(self._pause)
 
@@ -228,9 +223,7 @@ class RemoteReward:
     def _read_answer(self, server: _Server, reply: httpx.Response, size: int) -> list[dict[str, Any]]:
         """Read an answer; refuse one of another judge than the one whose card was read."""
         if reply.headers.get(JUDGE_HEADER, "") != ("" if self.identity is None else self.identity.weights):
-            raise RewardError(
-                f"{server.url} serves another judge, or another version of it, than {self.name!r} as it was."
-            )
+            raise RewardError(f"{server.url} serves another judge, or version of it, than {self.name!r} as it was.")
         try:
             return rows_of(unpack_answer(reply.content, size))
         except WireError as error:

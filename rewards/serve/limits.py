@@ -74,8 +74,7 @@ def limits_for(memory: float | None, *, connections: int, **fields: Any) -> Requ
     if pixels < _LEAST_PIXELS and "max_pixels" not in fields:
         shares = _LEAST_PIXELS * BYTES_PER_PIXEL, 7 * _LEAST_PIXELS + connections * CONNECTION_BYTES
         raise UserError(
-            f"--memory leaves {size} bytes, in which {pixels} pixels can be scored. Give at least "
-            f"{2 * max(shares) / 2**30:.2f} GiB, or --max-pixels."
+            f"--memory leaves room for {pixels} pixels. Give {2 * max(shares) / 2**30:.2f} GiB, or --max-pixels."
         )
     derived = {"max_total_bytes": total, "max_header": header, "max_bytes": body, "max_pixels": pixels}
     return RequestLimits(**{**derived, **fields})

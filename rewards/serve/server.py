@@ -38,9 +38,7 @@ try:
     from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
 except ModuleNotFoundError as error:
-    raise RewardError(
-        "A reward server needs Starlette, which is not installed: python -m pip install 'visalign[serve]'."
-    ) from error
+    raise RewardError("A reward server needs Starlette: python -m pip install 'visalign[serve]'.") from error
 
 _REFUSALS: dict[Any, tuple[int, str]] = {
     WireError: (400, "Unreadable body: {}"),

@@ -65,9 +65,7 @@ def pack_request(request: JudgeRequest) -> bytes:
     try:
         text = json.dumps({"prompts": list(request.prompts), "metadata": list(request.metadata)})
     except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"The metadata cannot travel to a server: {error}. Give texts, numbers, lists and mappings of them."
-        ) from error
+        raise TypeError(f"The metadata cannot travel to a server: {error}. Give plain JSON values.") from error
     return save_arrays(arrays, {"format": FORMAT, "request": text})
 
 

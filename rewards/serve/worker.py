@@ -144,9 +144,7 @@ class JudgeWorker:
         self.restarts += 1
         try:
             if self._start() != self.card:  # its files have changed: caches know it by the old card
-                raise RewardError(
-                    f"The judge {self.card['name']!r} is another version now; start the server again to use it."
-                )
+                raise RewardError(f"The judge {self.card['name']!r} is another version now; start the server again.")
         except (RewardError, OSError) as error:
             self._stop(str(error))
             raise WorkerUnavailable(str(error), self._retry_at - time.monotonic()) from error

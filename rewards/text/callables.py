@@ -72,10 +72,8 @@ class TextFunctionReward:
         request = read_text_request(self.name, completions, prompts, metadata)
         numbers = self._call(request) if len(request) else []
         reasons = [unjudged(self.name, number, self.range) for number in numbers]
-        return text_scores(
-            [TextVerdict(value=number or 0.0, reason=reason) for number, reason in zip(numbers, reasons, strict=True)],
-            self.unit,
-        )
+        verdicts = [TextVerdict(value=n or 0.0, reason=reason) for n, reason in zip(numbers, reasons, strict=True)]
+        return text_scores(verdicts, self.unit)
 
     def _call(self, request: TextRequest) -> list[float | None]:
         """Call the function, once with the lists or once per completion."""

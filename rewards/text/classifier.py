@@ -34,11 +34,11 @@ def load_classifier(
     except LOADING_ERRORS as error:
         kind = loader.__name__.removeprefix("AutoModelFor").removesuffix("Classification").lower()
         raise RewardError(
-            f"{name}: {model} cannot be loaded as a {kind} classification model ({error}). Give a folder or hub name."
+            f"{name}: {model} cannot be loaded as a {kind} classifier ({error}). Give a folder or hub id."
         ) from error
     if absent := sorted(report["missing_keys"]):
         raise RewardError(
-            f"{name}: {model} has no weights for {', '.join(absent[:3])}. Give a trained reward model, with its head."
+            f"{name}: {model} has no weights for {', '.join(absent[:3])}. Give a reward model with its head."
         )
     return loaded.to(device, dtype).eval()
 

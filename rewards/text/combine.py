@@ -59,8 +59,7 @@ class TextEnsemble(Ensemble):
             names = [member for member in members if isinstance(member, str)] if isinstance(members, list) else []
             if not names or len(set(names)) < len(members):
                 raise RewardError(
-                    f"{name}: members is {members!r}; give different names, or {{label: {{name: "
-                    "reward, option: value}}}} for one reward with several options."
+                    f"{name}: members is {members!r}; give different names, or {{label: {{name: X, option: value}}}}."
                 )
             members = {member: member for member in names}
         # YAML reads a label 1 as a number

@@ -22,9 +22,7 @@ class _Completions:
 
     def _texts(self, items: Sequence[Any]) -> list[str]:
         if not all(isinstance(item, CompletionText) for item in items):
-            raise RewardError(
-                f"{self.name} judges texts, not images. Give a table with the columns prompt, completion."
-            )
+            raise RewardError(f"{self.name} judges texts, not images. Give a table with prompt and completion.")
         return [str(item) for item in items]
 
 

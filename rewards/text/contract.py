@@ -67,22 +67,18 @@ def read_text_request(
 ) -> TextRequest:
     """Check B completions, prompts and records (None for none); answers of tools and environments are left out."""
     check_list(name, "completions", completions, "string", is_text)
-    check_list(
-        name, "prompts", prompts, "string, or list of messages as {'role': 'user', 'content': 'text'}", is_prompt
-    )
+    form = "string, or list of messages as {'role': 'user', 'content': 'text'}"
+    check_list(name, "prompts", prompts, form, is_prompt)
     if len(prompts) != len(completions):
-        raise ValueError(
-            f"{name}: {len(completions)} completions and {len(prompts)} prompts; give one prompt per completion."
-        )
+        raise ValueError(f"{name}: {len(completions)} completions and {len(prompts)} prompts; give one prompt each.")
     records = read_metadata(name, metadata, len(completions), noun="completion")
     return TextRequest([*map(policy_text, completions)], list(prompts), records)
 
 
 def is_prompt(prompt: Any) -> bool:
     """True for a string, and for a list of at least one message."""
-    return isinstance(prompt, str) or (
-        isinstance(prompt, Sequence) and len(prompt) > 0 and all(map(is_message, prompt))
-    )
+    is_list = isinstance(prompt, Sequence) and len(prompt) > 0
+    return isinstance(prompt, str) or (is_list and all(map(is_message, prompt)))
 
 
 def text_scores(

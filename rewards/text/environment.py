@@ -49,9 +49,8 @@ class ToolCalls:
         texts = read_text_request(self.name, completions, prompts, metadata).completions
         calls = [text.calls if isinstance(text, ToolCompletion) else None for text in texts]
         shares = [None if count is None else min(count, self._most) / self._most for count in calls]
-        return _read_scores(
-            shares, "it was generated without tools: set rollout.tool or rollout.environment", self.unit
-        )
+        reason = "it was generated without tools: set rollout.tool or rollout.environment"
+        return _read_scores(shares, reason, self.unit)
 
 
 def _read_scores(values: Sequence[float | None], reason: str, unit: str) -> Scores:

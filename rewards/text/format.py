@@ -152,9 +152,7 @@ def _validator(name: str, schema: Mapping[str, Any]) -> Any:
         from jsonschema.validators import validator_for
         from referencing import Registry
     except ImportError as error:
-        raise RewardError(
-            f"{name}: checking a schema needs the package jsonschema: python -m pip install jsonschema."
-        ) from error
+        raise RewardError(f"{name}: checking a schema needs jsonschema: python -m pip install jsonschema.") from error
     kind: Any = validator_for(schema, default=Draft202012Validator)
     try:
         kind.check_schema(schema)

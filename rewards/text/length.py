@@ -65,7 +65,6 @@ class LengthReward:
         names = {key for key, value in options.items() if value is not None}
         needed = " or ".join(" and ".join(sorted(option)) for option in RULES[rule])
         listed = ", ".join(sorted(names)) or "nothing"
-        bounds = f"target is {target} and scale {scale}; allowed are finite numbers above 0"
         are_sizes = all(0 < value < math.inf for value in (target, scale) if value is not None)
         self.name, self._rule, self._target, self._scale = name, rule, target, scale or 1.0
         self._max_length, self._cache = max_length or 1, cache or 1
@@ -73,7 +72,7 @@ class LengthReward:
         self._count = _counter(name, count)
         rules = {
             f"rule {rule!r} takes {needed}, no more and no less; given: {listed}": names in RULES[rule],
-            bounds: are_sizes,
+            f"target is {target} and scale {scale}; allowed are finite numbers above 0": are_sizes,
             f"cache is {cache}; allowed are 1 to max_length ({max_length})": 1 <= self._cache <= self._max_length,
         }
         check_rules(name, rules)

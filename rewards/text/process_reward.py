@@ -108,9 +108,7 @@ class ProcessRewardModel:
         self.model = load_classifier(name, model, AutoModelForTokenClassification, precision, self.device)
         labels = self.model.config.num_labels
         if labels not in (1, 2):
-            raise RewardError(
-                f"{name}: the model has {labels} labels; a process reward model has two, wrong and right, or one."
-            )
+            raise RewardError(f"{name}: the model has {labels} labels; needed are two, wrong and right, or one.")
         self.aggregates = get_args(Aggregate) if labels == 2 else CONTRIBUTIONS
         if labels == 1:
             self.range, self.unit = (-math.inf, math.inf), "outcome"

@@ -41,9 +41,7 @@ def answered_tokens(tokenizer: Any, encoder: PromptEncoder, prompt: Prompt, comp
         text = encoder.render_answered(prompt, completion)
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if not isinstance(prompt, str):
-        raise UserError(
-            "a prompt is a conversation, and the tokenizer has no chat template; set one, or give plain prompts."
-        )
+        raise UserError("a prompt is a conversation, and the tokenizer has no chat template; set one, or give texts.")
     return list(tokenizer(prompt + completion)["input_ids"])
 
 
@@ -83,18 +81,16 @@ class RewardModel:
         self.tokenizer: Any = load_tokenizer(name, model, tokenizer)
         labels, pad = self.model.config.num_labels, self.tokenizer.pad_token_id
         self.outputs = [str(self.model.config.id2label[index]) for index in range(labels)]
-        is_readable = (
-            labels == 1 or tuple(self.outputs) == MEAN_AND_STD or all(n.startswith(MEMBER) for n in self.outputs)
-        )
-        if not is_readable or (pad is None and batch_size > 1):
+        has_known_names = tuple(self.outputs) == MEAN_AND_STD or all(n.startswith(MEMBER) for n in self.outputs)
+        if (labels != 1 and not has_known_names) or (pad is None and batch_size > 1):
             raise RewardError(
-                f"{name}: the model has {labels} outputs and the tokenizer the pad token {pad}; needed are a "
-                "model that was trained as a reward model (num_labels=1), and its pad token or batch_size=1."
+                f"{name}: the model has {labels} outputs, the tokenizer the pad token {pad}; needed are num_labels=1, "
+                "and a pad token or batch_size=1."
             )
         size = self.model.get_input_embeddings().num_embeddings
         if (largest := max(self.tokenizer.get_vocab().values())) >= size:
             raise RewardError(
-                f"{name}: the tokenizer's tokens go to {largest}, and the model's embeddings to {size}. Give its own."
+                f"{name}: the tokenizer has tokens up to {largest}, the model {size} embeddings. Give its own."
             )
         if pad is not None:
             self.model.config.pad_token_id = pad  # the head reads the last token that is not this one

@@ -136,8 +136,7 @@ class VerifiableAnswer(TextRule):
     def _truth_problem(self, truth: Any) -> str | None:
         if self._compare == "list":
             return "which is no list" if parse_list(truth) is None else None
-        alternatives = _alternatives(truth)
-        if not alternatives:
+        if not (alternatives := _alternatives(truth)):
             return "which is an empty list of alternatives"
         for value in alternatives:
             is_finite = not isinstance(value, float) or math.isfinite(value)

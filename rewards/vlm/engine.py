@@ -250,7 +250,7 @@ def engine_of(
     if not isinstance(model, str | Path):
         if loading:
             raise RewardError(
-                f"{name}: the model is loaded already, so {', '.join(loading)} cannot be set; give them before."
+                f"{name}: the model is loaded already, so {', '.join(loading)} cannot be set; leave it out."
             )
         return model
     check_loading(name, loading)

@@ -72,7 +72,7 @@ def load_seeing_model(
         _check_keys(info.get("missing_keys", ()), info.get("unexpected_keys", ()))
     except LOADING_ERRORS as error:
         raise RewardError(
-            f"The vision-language model {str(folder_or_id)!r} cannot be loaded: {error}. Give all files of one model."
+            f"The vision-language model {str(folder_or_id)!r} cannot be loaded: {error}. Copy it whole."
         ) from error
     for lora in adapters:
         model = add_adapter(model, lora)
@@ -102,9 +102,7 @@ def placing_options(
             "int4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype},
         }
         if quantization not in settings or find_spec("bitsandbytes") is None:
-            raise RewardError(
-                f"quantization is {quantization!r}; allowed are {', '.join(settings)}, with bitsandbytes installed."
-            )
+            raise RewardError(f"quantization is {quantization!r}; allowed, with bitsandbytes: {', '.join(settings)}.")
         from transformers import BitsAndBytesConfig
 
         skipped = ["visual", "vision_tower", "multi_modal_projector", "lm_head"]
@@ -118,8 +116,7 @@ def placed(model: Any, device: str | torch.device, **placing: Any) -> Any:
     device_map: Mapping[str, Any] = getattr(model, "hf_device_map", None) or {}
     if offloaded := sorted(set(map(str, device_map.values())) & {"disk", "meta"}):
         raise RewardError(
-            f"device_map puts parts of the model on {', '.join(offloaded)}, where a judge cannot read them. "
-            "Give a map over devices that hold it all, a quantization, or a smaller model."
+            f"device_map puts parts of the model on {', '.join(offloaded)}, where none reads. Name devices for all."
         )
     is_placed = bool(device_map) or placing.get("device_map") is not None or placing.get("quantization")
     return model if is_placed else model.to(device)
@@ -159,9 +156,7 @@ def load_processor(folder: Path) -> Any:
     except LOADING_ERRORS as error:
         processor, reason = None, f" ({error})"
     if not isinstance(processor, ProcessorMixin):
-        raise RewardError(
-            f"{folder} has no processor of a vision-language model{reason}. Save that of the original model there."
-        )
+        raise RewardError(f"{folder} has no processor of a vision-language model{reason}. Copy the original's there.")
     return processor
 
 
@@ -172,7 +167,7 @@ def add_adapter(model: Any, adapter: str | Path) -> Any:
     folder = Path(adapter)
     if not (folder / ADAPTER).is_file() or not any(folder.glob("adapter_model.*")):
         raise FileNotFoundError(
-            f"{adapter} holds no {ADAPTER} with adapter_model.safetensors; give the folder of a peft LoRA."
+            f"{adapter} holds no {ADAPTER} with adapter_model.safetensors; give the folder of a LoRA."
         )
     try:
         with warnings.catch_warnings(), quiet_loading():
@@ -185,7 +180,7 @@ def add_adapter(model: Any, adapter: str | Path) -> Any:
         return wrapped.merge_and_unload()
     except LOADING_ERRORS as error:
         raise RewardError(
-            f"The LoRA {adapter} does not fit the model: {error}. Give the adapter of this base model, complete."
+            f"The LoRA {adapter} does not fit the model: {error}. Give that of this base, complete."
         ) from error
 
 

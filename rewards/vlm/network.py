@@ -33,8 +33,8 @@ def image_encoder(model: Any, processor: Any, **changes: Any) -> ImageEncoder:
     if kind in TILES and hasattr(processor, "image_seq_length"):
         return TileEncoder(processor)
     raise RewardError(
-        f"A {type(model).__name__} (model type {kind!r}) with a {type(processor).__name__} is no vision-language "
-        f"judge; supported are {', '.join((*QWEN, *TILES))}, each with its processor."
+        f"A {type(model).__name__} ({kind!r}) with a {type(processor).__name__} is no vision-language judge; supported"
+        f" are {', '.join((*QWEN, *TILES))}, each with its processor."
     )
 
 

@@ -168,7 +168,7 @@ class RowEncoder:
         """
         if len(query.images) != template.images:
             raise RewardError(
-                f"The template {template.name!r} has {template.images} image slots, and got {len(query.images)}."
+                f"The template {template.name!r} has {template.images} images, and got {len(query.images)}."
             )
         text_ids = self._text_ids(template, query)
         measured = {} if measured is None else measured
@@ -182,15 +182,13 @@ class RowEncoder:
             is_image = token == self.image_token
             ids += [*self._before, *[token] * next(remaining).tokens, *self._after] if is_image else [token]
         if self.longest is not None and len(ids) > self.longest:
-            raise ValueError(
-                f"prompt and images take {len(ids)} tokens; the model reads at most {self.longest}: shrink them"
-            )
+            raise ValueError(f"prompt and images take {len(ids)} tokens; the model reads {self.longest}: shrink them")
         if at is None:
             return TokenRow(tuple(ids), images)
         token_id = self.specials.get(at, -1)
         if ids.count(token_id) != 1 or self.image_token in ids[ids.index(token_id) :]:
             raise RewardError(
-                f"The template {template.name!r} holds {at} {ids.count(token_id)} times; needed is one, behind images."
+                f"The template {template.name!r} holds {at} {ids.count(token_id)} times; needed is one, at the end."
             )
         return TokenRow(tuple(ids[: ids.index(token_id) + 1]), images)
 
@@ -203,8 +201,7 @@ class RowEncoder:
                 word_ids[int(ids[0])] = None
             elif not skip_missing:
                 raise RewardError(
-                    f"The word {word!r} is {len(ids)} tokens of this model "
-                    f"({self.tokenizer.convert_ids_to_tokens(ids)}); give words that are one token each."
+                    f"The word {word!r} is {len(ids)} tokens of this model; give words that are one token each."
                 )
         if not word_ids:
             raise RewardError(f"None of the words {list(words)} is one token of this model.")
@@ -228,8 +225,7 @@ class RowEncoder:
             raise ValueError("the prompt spells out special tokens of the model; take them out")
         if ids.count(self.image_token) != template.images:
             raise RewardError(
-                f"The model's chat template marks {ids.count(self.image_token)} images for the {template.images} of "
-                f"template {template.name!r}; give the processor's own chat template."
+                f"The chat template marks {ids.count(self.image_token)} images for {template.images}; give its own."
             )
         self._texts[key] = ids
         while len(self._texts) > TEXTS:
@@ -247,17 +243,13 @@ class RowEncoder:
         owners = (self.processor, self.tokenizer)
         owner = next((owner for owner in owners if getattr(owner, "chat_template", None)), None)
         if owner is None:
-            raise RewardError(
-                "The model's processor has no chat template. Copy the original's chat_template.jinja into its folder."
-            )
+            raise RewardError("The processor has no chat template. Copy the original's chat_template.jinja there.")
         try:
             text = owner.apply_chat_template(
                 template.filled(fields), tokenize=False, add_generation_prompt=True, **template.chat
             )
         except TemplateError as error:
-            raise RewardError(
-                f"The model's chat template fails ({error}). Copy the original's into its folder."
-            ) from error
+            raise RewardError(f"The model's chat template fails ({error}). Copy the original's there.") from error
         text += template.answer_prefix + continuation
         # verbose=False: rows that are too long get a reason, so that transformers need not warn of them
         return tuple(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

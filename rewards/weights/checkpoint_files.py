@@ -58,8 +58,8 @@ def read_tensors(file: str | Path, key: str | None = None, *, optional: bool = F
         content = _read(file)
     except LOADING_ERRORS as error:
         raise RewardError(
-            f"{file} cannot be read as weights ({type(error).__name__}: {first_sentence(error)}). It must be "
-            "complete and contain tensors only; download it again, or store its state dict as .safetensors."
+            f"{file} cannot be read as weights ({type(error).__name__}: {first_sentence(error)}). Download it again "
+            "or store its state dict as .safetensors."
         ) from error
     if isinstance(content, Mapping) and key in content:
         content = content[key]
@@ -69,8 +69,7 @@ def read_tensors(file: str | Path, key: str | None = None, *, optional: bool = F
         raise RewardError(f"{file} contains a {type(content).__name__}; it must contain a state dict.")
     if entries := [str(name) for name, value in content.items() if not isinstance(value, Tensor)]:
         raise RewardError(
-            f"{file} contains entries that are no tensors ({listed(sorted(entries))}); give a file of the model's "
-            "weights alone."
+            f"{file} contains entries that are no tensors ({listed(sorted(entries))}); give weights alone."
         )
     return dict(content)
 
@@ -97,9 +96,8 @@ def read_module(file: str | Path) -> dict[str, Tensor]:
             content = _read(file)
     except LOADING_ERRORS as error:
         raise RewardError(
-            f"{file} cannot be read as a pickled module without its code ({type(error).__name__}: "
-            f"{first_sentence(error)}). Load it where its code is installed, and store module.state_dict() "
-            "as .safetensors."
+            f"{file} cannot be read without its code ({type(error).__name__}: {first_sentence(error)}). Load it where "
+            "that is installed, and store module.state_dict() as .safetensors."
         ) from error
 
     def collect(module: _Inert, prefix: str) -> dict[str, Tensor]:
@@ -141,8 +139,7 @@ def check_fit(expected: Mapping[str, Tensor], state: Mapping[str, Tensor], where
     if any(differences.values()):
         problems = "; ".join(f"{problem}: {listed(sorted(keys))}" for problem, keys in differences.items() if keys)
         raise RewardError(
-            f"The weights of {where} do not fit the model, {problems}. Give the checkpoint of this reward, "
-            "or the config that belongs to it; nothing is loaded in part."
+            f"The weights of {where} do not fit the model, {problems}. Give the checkpoint and config of this reward."
         )
 
 

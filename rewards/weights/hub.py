@@ -73,9 +73,8 @@ def local_folder(name: str | Path, patterns: Sequence[str], device: Any = None) 
         cause = hub_error if hub_error is not None and isinstance(error, LocalEntryNotFoundError) else error
         reason = go_offline_if_unreachable() or f"{type(cause).__name__}: {first_sentence(cause)}"
         raise RewardError(
-            f"The model {str(name)!r} is not on this disk and cannot be fetched from here ({reason}). "
-            f"Where there is a network, run `hf download {repository} --local-dir FOLDER`, and give that folder as "
-            "the model."
+            f"The model {str(name)!r} is not on this disk and cannot be fetched ({reason}). Elsewhere run "
+            f"`hf download {repository} --local-dir FOLDER`, and give that folder as the model."
         ) from error
 
 

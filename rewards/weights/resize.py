@@ -134,8 +134,7 @@ def checked_shape(height: int, width: int, config: Mapping[str, Any]) -> tuple[i
     target = target_shape(config)
     if shape[0] * shape[1] > MAX_GROWTH * target[0] * target[1]:
         raise ValueError(
-            f"an image of {width}×{height} is too elongated to be resized for this model "
-            f"({shape[1]}×{shape[0]} before the crop); crop it first"
+            f"an image of {width}×{height} is too elongated to be resized ({shape[1]}×{shape[0]}); crop it first"
         )
     return shape
 

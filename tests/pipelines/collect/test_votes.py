@@ -221,7 +221,7 @@ def test_the_command(tmp_path):
     assert found.exit_code == 0 and "4 records" in found.output and (tmp_path / "r.html").is_file()
     for arguments, why in (
         ([file, str(table)], "exists. To go on with it: visalign collect"),
-        ([file, "--single", "--export", "x.jsonl"], "The questions and voters of this file were fixed at its start"),
+        ([file, "--single", "--export", "x.jsonl"], "The questions and voters of a file are fixed at its start"),
         ([file, "--export", "x.json", "--format", "argilla", "--model"], "argilla writes every vote as it is"),
         ([file, "--export", "x.jsonl", "--format", "argilla"], ".json"),
         ([file, "--model"], "--model says how --export writes labels"),

@@ -140,7 +140,7 @@ def test_finished_files_stay_and_changed_ones_are_scored_again(data: Path) -> No
     with tarfile.open("tables/deep/b.tar", "a") as tar:
         tar.add("images/1.png")
     assert finished_parts(output, parts, OPTIONS, digests) == parts[:1]
-    with pytest.raises(UserError, match="holds no scores of saturation, or those of other versions"):
+    with pytest.raises(UserError, match="holds no scores of saturation, or of other versions"):
         finished_parts(output, parts, OPTIONS, {"saturation": "2"})
     pyarrow.parquet.write_table(pyarrow.table({"x": [1]}), output / "a.parquet")
     with pytest.raises(UserError, match=r"a\.parquet' holds no scores"):

@@ -138,7 +138,7 @@ def test_what_the_clip_took_is_read_from_the_metrics(runs):
 def test_what_is_no_run_of_a_text_policy_is_refused(runs, tmp_path):
     assert "There is no run in" in _said(tmp_path, code=2)
     (tmp_path / "config.yaml").write_text("pipeline: flow_grpo\n")
-    assert "is a run of flow_grpo, which trains no text policy" in _said(tmp_path, code=2)
+    assert "is a run of flow_grpo, not of a text policy" in _said(tmp_path, code=2)
     (tmp_path / "config.yaml").write_text((runs / "tuned" / "config.yaml").read_text())
     assert "is not finished" in _said(tmp_path, code=2)
 

@@ -227,7 +227,7 @@ def test_what_the_implicit_kind_refuses(inputs: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises((UserError, ValueError), match=message):
             _implicit(inputs, *overrides)
-    with pytest.raises(UserError, match=r"data\.train: Record 1 has the reward 3\.0, and learns=implicit reads 1"):
+    with pytest.raises(UserError, match=r"data\.train: Record 1 has the reward 3\.0; learns=implicit reads 0"):
         run(_implicit(inputs, rewards=(3.0, 0.0)), tmp_path / "bad")
     with pytest.raises(UserError, match="none of the 10 records has a step and a finite reward"):
         run(_implicit(inputs, rewards=(None, None)), tmp_path / "bad")
@@ -315,5 +315,5 @@ def test_what_prime_refuses(changes: list[str], message: str) -> None:
 def test_other_losses_of_outcomes_learn_too(form: str, inputs: Path, tmp_path: Path) -> None:
     summary = run(_implicit(inputs, f"loss={form}"), tmp_path / "run")
     assert summary["after"]["loss"] < summary["before"]["loss"] and summary["after"]["accuracy"] == 1
-    with pytest.raises(UserError, match=f"loss={form} is one of learns=implicit, and learns is labels"):
+    with pytest.raises(UserError, match=f"loss={form} goes with learns=implicit, and learns is labels"):
         _config(inputs, "learns=labels", f"loss={form}", f"data.train={inputs}/outcomes.jsonl")

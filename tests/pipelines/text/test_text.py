@@ -187,7 +187,7 @@ def test_packaged_configurations_are_whole(name, tmp_path):
     ("override", "message"),
     [
         ("rewards.terms={length: {options: {rule: linear, scale: 5}}}", "'length' is the name of a measure"),
-        ("rewards.terms={accuracy: {name: task_answer}}", "label is 'accuracy', which names .* {my_accuracy: "),
+        ("rewards.terms={accuracy: {name: task_answer}}", "label is 'accuracy', the name .* {my_accuracy: "),
         ("objective.algorithm=ppo", r"fits a value function, and model\.value is none"),
         ("data.train=tasks:test", "the packaged records are tasks:train and tasks:heldout"),
         ("evaluation.correctness=boxed", "evaluation.correctness is 'boxed'"),

@@ -178,7 +178,7 @@ def test_a_fatal_status_ends_the_call(status, said):
 def test_a_broken_judge_raises_the_alarm_before_all_is_asked():
     with serving(lambda body: chat("x", finish="length")) as stub:
         server = client(stub.url, max_failure_rate=0.5, parallel=1)
-        with pytest.raises(RewardError, match=r"8 of the last 8 answers failed.* 8 × the judge's answer was cut"):
+        with pytest.raises(RewardError, match=r"8 of 8 answers failed.* 8 × the judge's answer was cut"):
             texts(server, *(f"p{number}" for number in range(100)))
     assert len(stub.asked) < 100
 
@@ -188,7 +188,7 @@ def test_the_alarm_counts_a_window():
     for reason in (None, "a", None, "b", None, "c"):
         alarm.note(reason)
     assert alarm.rate == 0.5
-    with pytest.raises(RewardError, match=r"judge: 3 of the last 4 .*: 1 × b; 1 × c; 1 × d"):
+    with pytest.raises(RewardError, match=r"judge: 3 of 4 .*: 1 × b; 1 × c; 1 × d"):
         alarm.note("d")
 
 
@@ -206,7 +206,7 @@ def test_an_answer_prefix_is_continued():
     begun = Template(name="begun", messages=SHOW.messages, answer_prefix="<answer>", chat={"enable_thinking": False})
     with serving(lambda body: chat("3")) as stub:
         client(stub.url).ask(begun, asks("a"), read=lambda reply: reply)
-        with pytest.raises(RewardError, match=r"'begun' has an answer_prefix, which OpenAI's API cannot"):
+        with pytest.raises(RewardError, match=r"'begun' has an answer_prefix, which OpenAI's API lacks"):
             client(stub.url, dialect="openai").ask(begun, asks("a"), read=lambda reply: reply)
     body = stub.asked[0]
     assert body["messages"][-1] == {"role": "assistant", "content": "<answer>"}
@@ -221,7 +221,7 @@ def test_the_key_comes_from_the_environment(monkeypatch):
     assert stub.keys == ["Bearer secret"]
     assert "secret" not in str(found[0])
     monkeypatch.delenv("JUDGE_KEY")
-    with pytest.raises(RewardError, match="api_key_env is 'JUDGE_KEY', and the environment has no such variable"):
+    with pytest.raises(RewardError, match="api_key_env is 'JUDGE_KEY', and there is no such variable"):
         client(stub.url, api_key_env="JUDGE_KEY")
 
 

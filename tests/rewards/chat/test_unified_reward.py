@@ -338,7 +338,7 @@ def test_yes_no_of_a_server():
         found = YesNoServer(stub.url, "tiny", **QUICK).score(sent_images, list(said))
     assert found.valid.tolist() == [True, False, False, False, False]
     assert found.value[0] == pytest.approx(math.log(3)) and found.parts["prob"][0] == pytest.approx(0.75)
-    parts = ("no is not among the 2", "neither yes nor no is among", "probability 0.05", "no top_logprobs")
+    parts = ("no is not among 2", "neither yes nor no is among", "probability 0.05", "no top_logprobs")
     for reason, part in zip((found.reason or [])[1:], parts, strict=True):
         assert part in str(reason)
     body = stub.asked[0]

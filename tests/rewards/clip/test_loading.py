@@ -48,7 +48,7 @@ def test_tokenizer_of_another_model_is_refused(tmp_path):
 
 
 def test_without_a_tokenizer_clips_own_is_used_if_the_vocabulary_is_clips(tmp_path):
-    with pytest.raises(RewardError, match=r"holds no tokenizer.json, and a vocabulary of 15 is not CLIP's own"):
+    with pytest.raises(RewardError, match=r"holds no tokenizer.json, and 15 tokens are not CLIP's"):
         load_clip(save_tiny_transformers_clip(tmp_path / "small", tokenizer=False))
     place = save_tiny_transformers_clip(tmp_path / "large", tokenizer=False, binary=True, vocabulary=49408, end=49407)
     parts = load_clip(place)

@@ -117,7 +117,7 @@ def test_clips_in_sums_and_caches(tmp_path: Path):
         ([[Image.new("RGB", (4, 6)), Image.new("RGB", (5, 6))]], ValueError, "sizes 6×4, 6×5; the frames"),
         ([torch.zeros(2, 3, 8, 8)] * 2, ValueError, "2 clips and 1 prompts; give one each"),
         (Image.new("RGB", (4, 4)), TypeError, "images is a Image; give a list of clips"),
-        (torch.zeros(3, 8, 8), ValueError, r"shape \(3, 8, 8\); give clips \[B, F, 3, H, W\]"),
+        (torch.zeros(3, 8, 8), ValueError, r"shape \(3, 8, 8\); give \[B, F, 3, H, W\]"),
         ([np.zeros((2, 8, 8, 3))], ValueError, "the 3 channels where they belong"),
     ],
 )

@@ -176,9 +176,9 @@ def test_wrong_options_are_refused():
     engine = tiny_engine()
     with pytest.raises(ValueError, match="tiles is 0"):
         Heie(engine, heads=heads(), tiles=0)
-    with pytest.raises(ValueError, match="hidden states of 8 numbers and features of 32, this model has 32"):
+    with pytest.raises(ValueError, match="read 8 and 32 numbers, this model has 32"):
         Heie(engine, heads=heads(replace(SMALL, hidden=8)))
-    with pytest.raises(FileNotFoundError, match=r"shapes-vlm.*take the packaged judge 'shapes-heie'"):
+    with pytest.raises(FileNotFoundError, match=r"shapes-vlm.*take 'shapes-heie'"):
         Heie("shapes-vlm")
     with pytest.raises(RewardError, match="bring no heads; give heads="):
         Heie(engine)

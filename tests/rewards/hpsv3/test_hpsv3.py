@@ -83,7 +83,7 @@ def test_a_template_without_one_token_is_refused(text) -> None:
     wrong = Template(name="wrong", messages=[{"role": "user", "content": content}])
     with pytest.raises(RewardError, match=r"'wrong' holds <\|Reward\|> [02] times"):
         HPSv3Model(tiny_judge(), RanknetHead(32), template=wrong)
-    with pytest.raises(RewardError, match="The head takes 16 numbers and gives 2; this model has 32"):
+    with pytest.raises(RewardError, match="The head maps 16 numbers to 2; needed are 32"):
         HPSv3Model(tiny_judge(), RanknetHead(16))
 
 

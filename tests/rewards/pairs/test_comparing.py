@@ -150,7 +150,7 @@ def test_groups_are_prompts_or_a_key() -> None:
     assert len(judge.asked) == 4
     edits = [{"source": name} for name in ("x.png", "y.png", "x.png", "y.png", "x.png")]
     assert as_pointwise(judge).score(images, ["a"] * 5, edits).value.tolist() == [0, 1, 0.5, 0, 1]
-    with pytest.raises(ValueError, match=r"metadata\[1\] has no 'group_id'; give each image its group, or no"):
+    with pytest.raises(ValueError, match=r"metadata\[1\] has no 'group_id'; give each one, or no"):
         as_pointwise(judge).score(images[:2], ["a", "a"], [{"group_id": 1}, {}])
     keyed = as_pointwise(BrightnessPairs(hard=True))
     records = [{"group_id": k} for k in (0, 0, 1, 1, 1)]

@@ -255,7 +255,7 @@ def test_a_missing_side_leaves_the_log_odds_undefined_and_bounded():
     assert read_yes_no({"▁ja": -1.0, "Ġnein": -1.0}, yes=("ja",), no=("nein",)).bound == 0
     certain = read_yes_no({"no": 0.0})
     assert -20 < certain.bound < -10
-    with pytest.raises(AnswerError, match=r"both together have probability 0\.3, min_mass is 0\.4"):
+    with pytest.raises(AnswerError, match=r"both have probability 0\.3, min_mass is 0\.4"):
         read_yes_no({"yes": math.log(0.1), "no": math.log(0.2), "The": math.log(0.7)}, min_mass=0.4)
 
 
@@ -285,7 +285,7 @@ def test_checklist_by_hand():
 
 
 def test_checklist_file_keys():
-    with pytest.raises(ValueError, match=r"coef at least; given are ..weights"):
+    with pytest.raises(ValueError, match=r"coef at least; given: ..weights"):
         ChecklistRule.from_dict({"weights": [1.0]})
 
 

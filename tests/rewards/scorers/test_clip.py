@@ -68,8 +68,8 @@ def test_folder_without_a_part(folder, tmp_path, part):
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("open_clip_model.safetensors", "cut", "cannot be loaded.*Check that config, weights and tokenizer"),
-        ("open_clip_config.json", '{"model_cfg": {}}', "is no open_clip config.*needs model_cfg with"),
+        ("open_clip_model.safetensors", "cut", "cannot be loaded.*Check config, weights"),
+        ("open_clip_config.json", '{"model_cfg": {}}', "is no open_clip config.*needs model_cfg"),
     ],
 )
 def test_a_broken_part(folder, tmp_path, file, content, message):
@@ -82,7 +82,7 @@ def test_a_broken_part(folder, tmp_path, file, content, message):
 @pytest.mark.parametrize("tokenizer", [tiny_tokenizer(end_token=False), tiny_tokenizer(end_last=False)])
 def test_tokenizer_that_loses_the_end_token(tmp_path, tokenizer):
     save_tiny_clip(tmp_path / "bad", tokenizer)
-    with pytest.raises(RewardError, match=r"pools at .*, but the tokenizer's end token .* a wrong position"):
+    with pytest.raises(RewardError, match=r"pools at .*, but the tokenizer's end token .* Give the tokenizer"):
         load_clip(tmp_path / "bad")
 
 

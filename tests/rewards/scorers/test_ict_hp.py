@@ -124,7 +124,7 @@ def test_untrained_judges_train_save_and_load(tmp_path, images):
 def test_published_folders_are_strict(ict_folder, hp_folder, tmp_path, images):
     for name, message in (
         ("hp_backbone/pytorch_model.bin", "contains no weights; it needs one of model.safetensors"),
-        ("hp_scorer/mlp_pytorch_model.bin", r"lacks the HP head; needed is hp_head.safetensors or hp_scorer"),
+        ("hp_scorer/mlp_pytorch_model.bin", r"lacks the HP head hp_head.safetensors or hp_scorer"),
     ):
         copy = shutil.copytree(hp_folder, tmp_path / Path(name).stem)
         (copy / name).unlink()

@@ -115,7 +115,7 @@ def test_limits_follow_from_the_memory():
     assert limits_for(64, connections=0, timeout=7.0).timeout == 7.0
     tight = limits_for(0.5, connections=0)
     assert tight.max_pixels == 1 << 21 and tight.max_total_bytes == 1 << 28 and tight.max_bytes == 1 << 27
-    with pytest.raises(UserError, match=r"pixels can be scored\. Give at least 0\.25 GiB"):
+    with pytest.raises(UserError, match=r"pixels\. Give 0\.25 GiB"):
         limits_for(0.2, connections=0)
     assert limits_for(1, connections=100).max_total_bytes == (1 << 29) - 100 * (320 << 10)
     assert limits_for(0.2, connections=0, max_pixels=5000).max_pixels == 5000

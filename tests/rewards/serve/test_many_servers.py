@@ -114,7 +114,7 @@ def test_a_server_that_changes_its_judge_ends_the_call(three: Any):
     with serving(app_of(Habits()), port=port):
         remote = RemoteReward([f"http://127.0.0.1:{port}", urls[0]], pause=0.01)
     with serving(app_of(Habits(version=2)), port=port):
-        with pytest.raises(RewardError, match="serves another judge, or another version"):
+        with pytest.raises(RewardError, match="serves another judge, or version"):
             remote.score(LEVELS, PROMPTS)
 
 

@@ -75,12 +75,12 @@ def test_every_entry_of_the_catalogue_keeps_the_contract(name):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("one", ["?"], None), "completions is a str, needed is a list with one string per sample"),
-        ((["a"], "?", None), "prompts is a str, needed is a list with one string, or list of messages"),
-        ((["a", "b"], ["?"], None), "2 completions and 1 prompts; give one prompt per completion"),
+        (("one", ["?"], None), "completions is a str; needed is a list, one string per sample"),
+        ((["a"], "?", None), "prompts is a str; needed is a list, one string, or list of messages"),
+        ((["a", "b"], ["?"], None), "2 completions and 1 prompts; give one prompt each"),
         (([None], ["?"], None), r"completions\[0\] is the NoneType None; needed is a string"),
         ((["a"], [3], None), r"prompts\[0\] is the int 3; needed is a string, or list of messages"),
-        ((["a"], ["?"], {"answer": ["a"]}), "metadata is a dict, needed is a list with one mapping or None"),
+        ((["a"], ["?"], {"answer": ["a"]}), "metadata is a dict; needed is a list, one mapping or None"),
         ((["a"], ["?"], []), "0 metadata records for 1 completions; give one each, or None"),
         ((["a"], ["?"], ["a"]), r"metadata\[0\] is the str 'a'; needed is a mapping or None"),
     ],
@@ -205,7 +205,7 @@ def test_each_broken_promise_is_found(reward, message):
 def test_a_good_reward_passes():
     assert len(check_text_reward(Base())) == 9
     assert len(check_text_reward(lambda completion: len(completion))) == 9
-    with pytest.raises(ValueError, match="give at least two, and one prompt each"):
+    with pytest.raises(ValueError, match="give two or more of both"):
         check_text_reward(Base(), completions=["a"])
 
 

@@ -275,7 +275,7 @@ def test_clip_and_delta_bound_what_the_steps_of_an_answer_can_earn() -> None:
 
 
 def test_models_and_options_that_cannot_serve() -> None:
-    with pytest.raises(RewardError, match=r"has 3 labels; a process reward model has two, wrong and right"):
+    with pytest.raises(RewardError, match=r"has 3 labels; needed are two, wrong and right"):
         ProcessRewardModel(CountingModel(labels=3), tokenizer=TOKENIZER)
     with pytest.raises(UserError, match=r"gave logits \(1, 2, 0\) for tokens \(1, 2\); needed are two per"):
         step_logits(CountingModel(labels=0), [StepTokens(ids=[5, 6], ends=[1])])

@@ -177,7 +177,7 @@ def test_what_cannot_be_judged_is_a_row_with_its_reason() -> None:
 
 def test_wrong_requests_are_refused_by_message() -> None:
     judge = tiny_judge()
-    with pytest.raises(RewardError, match="'two' has 2 image slots, and got 1"):
+    with pytest.raises(RewardError, match="'two' has 2 images, and got 1"):
         judge.hidden(TWO, [Query(images=[noise(8, 8)], prompt="a", fields={"question": "?"})])
     with pytest.raises(RewardError, match="'two' needs question"):
         judge.hidden(TWO, [Query(images=[noise(8, 8)] * 2, prompt="a")])
