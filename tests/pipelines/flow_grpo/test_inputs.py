@@ -202,7 +202,7 @@ PAIRS = "name: 'tests.support.judges.brightness:BrightnessPairs'"
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("rewards.terms={sharpness: {references: {}}}", "sharpness scores one sample and compares with no reference"),
+        ("rewards.terms={sharpness: {references: {}}}", "sharpness compares with no reference"),
         (f"rewards.terms={{j: {{{PAIRS}, references: {{count: 2, keep: 3}}}}}}", "keep is 3 and references.count"),
         (f"rewards.terms={{j: {{{PAIRS}, references: {{count: 1}}}}}}", r"references\.count.*got 1.*or equal to 2"),
         (f"rewards.terms={{j: {{{PAIRS}, references: {{every: 0}}}}}}", r"references\.every.*got 0.*or equal to 1"),
@@ -214,7 +214,7 @@ PAIRS = "name: 'tests.support.judges.brightness:BrightnessPairs'"
             f"rewards.terms={{j: {{{PAIRS}, references: {{}}}}, k: {{{PAIRS}, references: {{}}}}}}",
             "j and k have references, and one term can",
         ),
-        (f"evaluation.rewards={{j: {{{PAIRS}, references: {{}}}}}}", r"evaluation\.rewards\.j\.references: reference"),
+        (f"evaluation.rewards={{j: {{{PAIRS}, references: {{}}}}}}", r"evaluation\.rewards\.j\.references are of"),
         (f"rewards.terms={{j: {{{PAIRS}}}}}", r"compare with reference images \(rewards\.terms\.LABEL\.references\)"),
     ],
 )

@@ -296,8 +296,11 @@ def test_a_resumed_prime_is_the_uninterrupted_one(inputs: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["process.model=x", "process.online={}"], r"process.reference is null. Name the model .* both the same"),
-        (["process.model=x", "process.unit=token"], "process.reference is null"),
+        (
+            ["process.model=x", "process.online={}"],
+            r"process.reference, which is null. Name the model .* both the same",
+        ),
+        (["process.model=x", "process.unit=token"], "process.reference, which is null"),
         (["process={model: x, reference: y, online: {}, replaces: true}"], "process.replaces leaves out. Drop one"),
         (["process={model: x, reference: y, online: {lr: 0}}"], "process.online.lr"),
         (

@@ -140,7 +140,7 @@ def test_a_stopped_run_samples_only_what_is_missing(finished, inputs, tmp_path, 
 def test_nothing_accepted_is_an_error_that_writes_no_dataset(inputs, tmp_path):
     output = tmp_path / "out"
     grid = "rollout={samples: 1, max_new_tokens: 6, max_failure_rate: 0.9}"
-    with pytest.raises(UserError, match=r"None of 8 completions was selected: .* the highest reward is .*threshold"):
+    with pytest.raises(UserError, match=r"None of 8 completions was selected: .* the best reward is .*threshold"):
         run(_config(inputs, grid, "selection.threshold=1.0"), output)
     assert not (output / "dataset.jsonl").exists() and not (output / "summary.json").exists()
     summary = run(_config(inputs, grid, "selection.threshold=0.0"), output, resume=True)

@@ -86,7 +86,7 @@ def test_catalogue_names_load_lazily():
         ("nowhere.py:f", {}, "nowhere.py does not exist"),
         ("visalign.rewards.statistics:JpegSiz", {}, r"has no 'JpegSiz'. Did you mean 'JpegSize'\?"),
         ("jpeg_size", {"qualty": 3}, r"argument 'qualty'. Did you mean 'quality'\? Its options: quality"),
-        (here("an_object"), {"level": 1}, "is an object already, so it takes no options; given: level"),
+        (here("an_object"), {"level": 1}, r"is an object, without options \(level\)\. Name"),
         (here("Hollow"), {}, "without unit, range, higher_is_better, so it is no reward"),
     ],
 )
@@ -241,7 +241,7 @@ def test_a_file_that_cannot_be_imported_is_named_with_its_line(tmp_path, monkeyp
     [
         ([1, 2], "returned 2 scores for 3 images; return a list of one number per image"),
         (np.zeros((3, 2)), r"returned the shape \[3, 2\] for 3 images"),
-        (["1", "2", "3"], r"returned '1' \(str\) for image 0; needed is a number, or None"),
+        (["1", "2", "3"], r"returned '1' \(str\) for image 0; give a number, or None"),
         ("abc", "returned a str"),
         ({"a": [1, 2, 3], "b": [1, 2, 3]}, "keys a, b; it cannot be told which is the reward. Add the key"),
     ],
@@ -261,7 +261,7 @@ def test_unmatched_parameters():
         ValueError, match=r"has the parameters \(samples, texts\).*cannot be told which are the images"
     ):
         FunctionReward(lambda samples, texts: [])
-    with pytest.raises(RewardError, match=r"asks for colour, which is neither.*\(keys: answer, other\)"):
+    with pytest.raises(RewardError, match=r"asks for colour; offered .*keys \(answer, other\)"):
         value(lambda images, colour: [])
     with pytest.raises(ValueError, match="images_as is 'jpg'; allowed are tensor, pil, uint8"):
         FunctionReward(flow_grpo_style, images_as="jpg")

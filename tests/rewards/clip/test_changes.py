@@ -107,7 +107,7 @@ def test_what_does_not_fit_is_named(base, tmp_path):
 
 def test_another_models_base_is_refused(base, tmp_path):
     judge = moved(base, 8)
-    with pytest.raises(RewardError, match=r"does not come from 'shapes-clip': .* differ in name or shape"):
+    with pytest.raises(RewardError, match=r"does not come from 'shapes-clip': .* differ"):
         judge.save(tmp_path / "fine", base="shapes-clip")
 
 

@@ -129,7 +129,7 @@ def test_one_completion_at_a_time():
 
     scores = TextFunctionReward(match).score(["a", "b"], ["?"] * 2, [{"answer": "a"}, None])
     assert scores.value.tolist() == [1, 0]
-    with pytest.raises(RewardError, match=r"asks for answer, which is neither one of prompt, completion nor a key"):
+    with pytest.raises(RewardError, match=r"asks for answer; offered are prompt, completion and the metadata's"):
         TextFunctionReward(match).score(["a"], ["?"])
     with pytest.raises(ValueError, match=r"parameters \(text, answer\) and it cannot be told which is"):
         TextFunctionReward(lambda text, answer: 0.0)

@@ -58,7 +58,7 @@ def test_a_map_of_what_is_wrong_is_of_the_whole_image() -> None:
     heads = HeieHeads.load(Path(resolve_model("shapes-heie")) / "heie_heads.safetensors")
     for judge in (Heie(), Heie("shapes-vlm", heads=heads)):
         assert "window" not in judge.engine.network.images.settings()
-    with pytest.raises(ValueError, match=r"heie: the model crops plain borders .*Load it with window=0"):
+    with pytest.raises(ValueError, match=r"heie: the model crops plain borders .*load it with window=0"):
         Heie(VisionLanguageEngine.from_pretrained("shapes-vlm"), heads=heads)
 
 
