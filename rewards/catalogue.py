@@ -178,8 +178,7 @@ def _make(
     if name not in catalogue and ":" not in name:
         hint = did_you_mean(nearest(name, catalogue, limit=1))
         raise RewardError(
-            f"There is no {kind} {name!r}. {hint}Allowed: {', '.join(catalogue)}, or your own "
-            "as 'package.module:Name' or 'path/to/file.py:Name'."
+            f"There is no {kind} {name!r}. {hint}Allowed: {', '.join(catalogue)}, or module:Name, file.py:Name."
         )
     entry = catalogue.get(name, name)
     path, preset = (entry, {}) if isinstance(entry, str) else entry

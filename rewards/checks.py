@@ -58,8 +58,8 @@ def check_reward(
     is_batch = len(loaded) == len(batch) and len({image.shape for image in loaded}) == 1
     if not is_batch or not len(loaded) == len(captions) > 1:
         raise ValueError(
-            f"check_reward got {len(loaded)} readable images of {len(batch)}, and {len(captions)} prompts; give at "
-            "least two images of one size, and one prompt each."
+            f"check_reward got {len(loaded)} readable images and {len(captions)} prompts; give two of one size "
+            "or more, and one prompt each."
         )
     levels = torch.stack(loaded).mul(255).round() / 255  # PIL can hold no others
     probes = _PROBES | {

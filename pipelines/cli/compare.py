@@ -193,9 +193,8 @@ def agree(
     rows = read_set(source, prompt=prompt, limit=limit, columns=table, scores=names)
     rewards, log = with_cache(loaded, cache), output / ROWS if output is not None and loaded else None
     with scoring(log, rewards, len(rows), resume=resume) as keeping, clean_output():
-        result = agree_rewards(
-            rows, rewards, source=source, columns=names, seed=seed, batch_size=batch_size, **keeping
-        )
+        keeping |= {"seed": seed, "batch_size": batch_size}
+        result = agree_rewards(rows, rewards, source=source, columns=names, **keeping)
     print_result(result, show_agreement, as_json)
     if output is not None:
         echo(f"Page: {write_agreement(output, result)}", err=as_json)

@@ -22,9 +22,7 @@ MOST_COUNTED = 2**20  # Largest count of an option, as in `visalign.settings`; i
 
 Repeated = list[str] | None  # Values of an option that may be given several times
 
-Config = Annotated[
-    str | None, Argument(help="A name from `visalign configs`, or a YAML file. Default: visalign.yaml here.")
-]
+Config = Annotated[str | None, Argument(help="Name from `visalign configs`, or YAML file. Default: visalign.yaml.")]
 Overrides = Annotated[Repeated, Argument(help="Settings to change: key.sub=value ...")]
 ImageFiles = Annotated[
     list[Path],
@@ -44,9 +42,7 @@ Prompt = Annotated[str | None, Option("--prompt", "-p", help="Prompt for images 
 LabelOptions = Annotated[Repeated, Option("--option", help="LABEL.NAME=VALUE for a reward; repeat for several.")]
 Options = Annotated[Repeated, Option("--option", help="NAME=VALUE for the reward; repeat for several.")]
 Cache = Annotated[Path | None, Option("--cache", help="Folder of cached scores, reused by later commands.")]
-MapColumns = Annotated[
-    Repeated, Option("--map", help="OURS=THEIRS: a column's name in the table, such as mos=score; repeat.")
-]
+MapColumns = Annotated[Repeated, Option("--map", help="OURS=THEIRS: a column's name, such as mos=score; repeat.")]
 Labels = Annotated[
     str | None,
     Option("--labels", help="Meaning of the labels: share, margin, or words, such as 1=left,2=right,0=tie."),
@@ -55,7 +51,7 @@ NewFolder = Annotated[
     Path | None, Option("--output", "-o", help="New folder for page and JSON. Default: print to the terminal.")
 ]
 NewFile = Annotated[
-    Path | None, Option("--output", "-o", help="Output file (must not exist): a page (.html) or .json.")
+    Path | None, Option("--output", "-o", help="Output file (must not exist): .html (a page) or .json.")
 ]
 Device = Annotated[
     str | None,

@@ -13,9 +13,7 @@ from visalign.errors import UserError, excerpt
 
 from .options import MOST_COUNTED, Device, MapColumns, Repeated
 
-Loras = Annotated[
-    Repeated, Option(help="LoRA: a run, its folder lora or a .safetensors file; PATH:0.8 weights it. Repeat.")
-]
+Loras = Annotated[Repeated, Option(help="LoRA: a run, its folder lora or .safetensors; PATH:0.8 weights it. Repeat.")]
 
 
 def sample(

@@ -66,7 +66,7 @@ class _Kind:
     fuse: Callable[..., tuple[Any, dict[str, Any]]]
 
 
-PREFERENCES = _Kind(
+PAIRS = _Kind(
     "preferences", column_scores, score_pairs, evaluate_preferences, compare_on_preferences, fuse_preferences
 )
 QUALITY = _Kind("quality", quality_column_scores, score_quality, evaluate_quality, compare_on_quality, fuse_quality)
@@ -119,11 +119,9 @@ def evaluate(
     records, findings = _checked(records, judges, swap_sides=swap_sides, keep_duplicates=keep_duplicates)
     chosen = reward_options(options, list(judges))
     findings += _trained_on(records, {n: str(o["model"]) for n, o in chosen.items() if "model" in o})
-    kind = PREFERENCES if isinstance(records, PreferenceSet) else QUALITY
-    scores = [
-        kind.read_columns(records, name, higher_is_better=name not in lower_is_better, names=table.names)
-        for name in columns
-    ]
+    kind = PAIRS if isinstance(records, PreferenceSet) else QUALITY
+    lower = set(lower_is_better)
+    scores = [kind.read_columns(records, n, higher_is_better=n not in lower, names=table.names) for n in columns]
     for name, judge in judges.items():
         file_name = re.sub(r"[^\w.-]+", "-", name).strip("-") or "judge"
         log = None if output is None else output / f"scores-{file_name}.jsonl"

@@ -205,7 +205,7 @@ def check_routes(terms: Mapping[str, RewardTerm], records: Records) -> None:
         fields = list(dict.fromkeys(name for record in records for name in record))
         missing = f"None has the field {name!r}. {suggestion(name, fields)}Their fields are {', '.join(fields)}."
         raise UserError(
-            f"rewards.terms.{label}.where is {where}, and no record of data.train has it. "
+            f"rewards.terms.{label}.where is {where}, which no record of data.train has. "
             f"{f'Their values of {name} are {listed}.' if values else missing}"
         )
     optimized = [term.where for term in terms.values() if term.largest_weight > 0]
@@ -245,8 +245,7 @@ def pointwise_only(
     pointwise = {label: judge for label, judge in judges.items() if isinstance(judge, PointwiseReward)}
     if missing := [label for label in needed if label not in pointwise]:
         raise UserError(
-            f"{', '.join(missing)} only compares images and gives no score. Take 'pipeline: pref_grpo', compare with "
-            "reference images (rewards.terms.LABEL.references), or take another."
+            f"{', '.join(missing)} only compares images. Take pipeline: pref_grpo, or rewards.terms.LABEL.references."
         )
     return pointwise
 

@@ -175,9 +175,8 @@ class RewardsConfig:
         remedy = "Hold a reward out with rewards.terms.LABEL.weight=0, or leave it null."
         recorded = bool(self.recorded)
         paired = evaluation.every > 0 and (recorded or evaluation.correctness is not None)
-        measured: dict[str, Any] = dict.fromkeys(
-            ("agreement", "agreement_change", "recorded_change"), (recorded, remedy)
-        )
+        names = ("agreement", "agreement_change", "recorded_change")
+        measured: dict[str, Any] = dict.fromkeys(names, (recorded, remedy))
         measured["heldout_change"] = paired, f"Set evaluation.every above 0. {remedy}"
         monitor.check({**measured, **more})
 

@@ -208,8 +208,7 @@ def _decided_pairs(key: str, data: Any, words: Sequence[str], reason: str | None
     if not records:
         columns = ", ".join(sorted({name for pair in images.pairs for name in pair.extra}))
         raise UserError(
-            f"data.{key}: no pair that is decided has a text in the column {reason!r} (data.field). Set data.field to "
-            f"null, or to one of: {columns}."
+            f"data.{key}: no decided pair has a text in {reason!r} (data.field). Set it to null, or one of: {columns}."
         )
     return records
 

@@ -150,8 +150,7 @@ class FunctionReward:
         main = "avg" if "avg" in columns else next(iter(columns), "")
         if main != "avg" and len(columns) != 1:
             raise RewardError(
-                f"Reward {self.name!r} returned a mapping with the keys {', '.join(map(str, columns))}; it "
-                'cannot be told which is the reward. Add the key "avg", as flow_grpo does.'
+                f'Reward {self.name!r} returned the keys {", ".join(map(str, columns))}; call the reward "avg".'
             )
         parts: dict[str, Tensor] = {}
         for key, column in columns.items():

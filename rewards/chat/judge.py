@@ -71,9 +71,8 @@ class ChatJudge:
         max_new_tokens: int | None = None,
         **server_options: Any,
     ) -> None:
-        self.server = connect(
-            self.name, server, base_url, model, server_options, device=device, load_local=self.load_local
-        )
+        loading = {"device": device, "load_local": self.load_local}
+        self.server = connect(self.name, server, base_url, model, server_options, **loading)
         default = self.default_template
         if isinstance(template, str):
             template = question(default.name, template, images=[""] * default.images, words=default.words)

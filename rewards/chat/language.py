@@ -82,9 +82,7 @@ class LanguageEngine:
         drawing |= {"do_sample": temperature > 0, "num_return_sequences": answers, "max_new_tokens": max_new_tokens}
         settings = GenerationConfig(eos_token_id=ends, pad_token_id=ends[0], **drawing)
         encoded = [self._encode(template, query, max_new_tokens) for query in queries]
-        written = {
-            ids: self._generate(ids, settings, seed) for ids, reason in dict.fromkeys(encoded) if reason is None
-        }
+        written = {ids: self._generate(ids, settings, seed) for ids, why in dict.fromkeys(encoded) if why is None}
         rows = [[] if reason is not None else written[ids] for ids, reason in encoded]
         return JudgeAnswers(
             [[self.tokenizer.decode(tokens, skip_special_tokens=True) for tokens in row] for row in rows],

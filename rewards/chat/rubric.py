@@ -85,9 +85,7 @@ class Rubric(ChatJudge):
         request = read_request(self.name, images, prompts, metadata)
         reasons = list(request.images.reasons)
         readable = dict(request.images.readable())
-        recorded = {
-            row: record["checklist"] for row, record in enumerate(request.metadata) if record and "checklist" in record
-        }
+        recorded = {k: r["checklist"] for k, r in enumerate(request.metadata) if r and "checklist" in r}
         for row in readable:
             reasons[row] = prompt_problem(request.prompts[row])
         unwritten = [row for row in readable if reasons[row] is None and row not in recorded]

@@ -151,8 +151,7 @@ def _load_changes(folder: Path, **options: Any) -> ClipParts:
             raise ValueError("it names its own folder")
     except (ValueError, KeyError, TypeError) as error:
         raise RewardError(
-            f"{folder / BASE} names no base ({type(error).__name__}: {error}); it needs "
-            '{"base": "...", "changed": number of tensors}.'
+            f'{folder / BASE} is not {{"base": "...", "changed": number}} ({type(error).__name__}: {error}).'
         ) from error
     parts = load_fine_tuned_clip(_place(folder, base), **options)
     if str(options["device"]) == META:

@@ -161,8 +161,7 @@ def _source(folder_or_name: str | Path, *, weights: bool = True) -> tuple[str, s
     if name.count("/") == 1 and not name.startswith((".", "/")):
         return f"hf-hub:{name}", None
     raise RewardError(
-        f"There is no CLIP model {name!r}. Allowed: an existing folder with {CONFIG}, 'shapes-clip', a hub "
-        "id 'organisation/model', or open_clip's 'architecture:tag' such as 'ViT-B-32:openai'."
+        f"There is no CLIP model {name!r}. Give a folder with {CONFIG}, 'shapes-clip', a hub id, or 'ViT-B-32:openai'."
     )
 
 

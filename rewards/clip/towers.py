@@ -137,9 +137,8 @@ class ClipTowers:
                 chunks = torch.arange(len(images)).split(self.batch_size)
                 return rows, torch.cat([encode(chunk.tolist()) for chunk in chunks]).cpu()
             keys = [image_key(image) for image in images]
-            return rows, encode_once(
-                keys, lambda new: encode(new).cpu(), cache=self.images, batch_size=self.batch_size
-            )
+            features = encode_once(keys, lambda k: encode(k).cpu(), cache=self.images, batch_size=self.batch_size)
+            return rows, features
 
     def text_features(self, prompts: Sequence[str]) -> Tensor:
         """Compute embeddings [N, D] float32 on the CPU, not normalised, of N prompts."""

@@ -25,7 +25,7 @@ from visalign.model_files import read_object
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.vlm.engine import VisionLanguageEngine
 from visalign.rewards.vlm.loading import ADAPTER, base_of
-from visalign.rewards.vlm.template import SETTINGS, JudgeSettings
+from visalign.rewards.vlm.template import JudgeSettings
 from visalign.rewards.weights.checkpoint_files import read_tensors
 
 from .ensemble_model import TOKEN, LoraEnsembleModel
@@ -156,8 +156,7 @@ def read_ensemble(folder: Path) -> tuple[JudgeSettings, dict[str, Tensor]]:
     head = settings.rest.get("head")
     if not isinstance(head, Mapping) or head.get("type") != HEAD or "scaling" not in settings.rest:
         raise RewardError(
-            f"{folder.name} is no LoRA ensemble: its {SETTINGS} has the head {head!s:.120}. Join trained "
-            "judges: LoraEnsembleReward.from_members([folder, ...]).save(folder)."
+            f"{folder.name} is no LoRA ensemble (head {head!s:.120}). Join judges: LoraEnsembleReward.from_members."
         )
     return settings, read_tensors(folder / MEMBERS_FILE)
 

@@ -134,8 +134,7 @@ class LoraEnsembleReward:
         spread = judged_scores.std(1) if judged_scores.shape[1] > 1 else torch.zeros(len(judged_scores))
         if not bool((spread > 0).all()):
             raise RewardError(
-                f"{self.name}: {judged_scores.shape[1]} images were judged by all members, with spreads of "
-                f"{', '.join(f'{value:.3g}' for value in spread.tolist())}; give a hundred or more to align."
+                f"{self.name}: {judged_scores.shape[1]} images were judged by all members; give 100 or more."
             )
         factor = spread.max() / spread
         level = judged_scores.mean(1) * factor

@@ -120,8 +120,7 @@ class LoraEnsembleModel(nn.Module):
         sizes = sorted({value.shape[0] if value.ndim else 0 for value in tensors.values()})
         if TOKEN not in tensors or len(sizes) != 1:
             raise RewardError(
-                f"The members' tensors do not belong together: members by tensor {sizes}, {TOKEN} "
-                f"{'there' if TOKEN in tensors else 'missing'}. Join and save the members again."
+                f"The members' tensors do not belong together ({sizes}, {TOKEN}: {TOKEN in tensors}). Join them again."
             )
         members = sizes[0]
         tensors = {STRETCH: torch.ones(members), **tensors}

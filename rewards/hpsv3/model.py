@@ -73,8 +73,7 @@ class HPSv3Model(nn.Module):
         count = self.template.text.count(REWARD_TOKEN)
         if count != 1 or self.template.images != 1:
             raise RewardError(
-                f"The template {self.template.name!r} holds {REWARD_TOKEN} {count} times and "
-                f"{self.template.images} image slots; HPSv3 reads one image at exactly one such token."
+                f"The template {self.template.name!r} needs one image, one {REWARD_TOKEN}; it has {count} of these."
             )
         width, outputs = head.rm_head[0].in_features, head.rm_head[5].out_features
         size = engine.model.config.get_text_config().hidden_size

@@ -136,9 +136,8 @@ class GroupWinRate:
 
     def _budgeted(self, asker: PairAsker, groups: list[Hashable]) -> _Outcome:
         size = len(groups)
-        sets = [
-            torch.tensor([i for i, group in enumerate(groups) if group == label]) for label in dict.fromkeys(groups)
-        ]
+        labels = dict.fromkeys(groups)
+        sets = [torch.tensor([i for i, group in enumerate(groups) if group == label]) for label in labels]
         calls = [count_calls(len(members), self.budget or 1.0) for members in sets]
         expected = torch.full((size, size), torch.nan, dtype=torch.float64)
         compared = torch.zeros(size)

@@ -217,9 +217,7 @@ def ask_in_rounds(
             reasons[group] += answers.reasons[start:end]
             start = end
     fits = [_fit(pairs[group], log_odds[group], len(members), model) for group, members in enumerate(sets)]
-    return [
-        Comparisons(pairs[group], PairAnswers(log_odds[group], reasons[group]), fit) for group, fit in enumerate(fits)
-    ]
+    return [Comparisons(pairs[g], PairAnswers(log_odds[g], reasons[g]), fit) for g, fit in enumerate(fits)]
 
 
 def _fit(pairs: Tensor, log_odds: Tensor, size: int, model: Model | None) -> RankingFit:

@@ -126,9 +126,8 @@ class SoftTifa(_NextWordJudge):
         device: str | torch.device = "cpu",
         **loading: Any,
     ) -> None:
-        check_choices(
-            self.name, mean=(mean, ("geometric", "arithmetic")), spellings=(spellings, ("tokens", "published"))
-        )
+        check_choices(self.name, mean=(mean, ("geometric", "arithmetic")))
+        check_choices(self.name, spellings=(spellings, ("tokens", "published")))
         super().__init__(model, ONE_WORD, template, device=device, **loading)
         message = f"the template {self.template.name!r} has no {{question}}; write it into its text"
         check_rules(self.name, {message: "question" in self.template.fields})

@@ -91,8 +91,7 @@ def _load(
     config = open_clip.get_model_config(architecture) if isinstance(architecture, str) else architecture
     if config is None or not path.is_file():
         raise RewardError(
-            f"{path} is no file, or open_clip knows no architecture {architecture!r}; needed are "
-            f"{FILES[version]} of xswu/HPSv2, and 'ViT-H-14' or a model_cfg."
+            f"{path} or {architecture!r} is unknown; needed are {FILES[version]}, and 'ViT-H-14' or a model_cfg."
         )
     network = open_clip.CLIP(**{key: config[key] for key in ("embed_dim", "vision_cfg", "text_cfg")})
     load_strict(network, read_tensors(path, "state_dict"), str(path))

@@ -63,8 +63,7 @@ class Iqa:
                 return make(self.metric, device=self._device, **self._options).eval()
         except (OSError, TypeError) as error:
             raise RewardError(
-                f"{self.name}: pyiqa cannot make {self.metric!r} ({type(error).__name__}: {error}). It "
-                "fetches its weights itself; without a network name a file by pretrained_model_path."
+                f"pyiqa cannot make {self.metric!r} ({type(error).__name__}: {error}). Give pretrained_model_path."
             ) from error
 
     @property

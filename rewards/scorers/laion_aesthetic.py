@@ -100,8 +100,7 @@ def read_head(file: str | Path) -> tuple[int, Head]:
     file = Path(file)
     if not file.is_file():
         raise FileNotFoundError(
-            f"There is no aesthetic head {str(file)!r}. Download {PUBLISHED_HEAD} from "
-            "github.com/christophschuhmann/improved-aesthetic-predictor and give its path as head."
+            f"There is no aesthetic head {str(file)!r}. Give {PUBLISHED_HEAD} of improved-aesthetic-predictor."
         )
     state = read_tensors(file)
     if set(state) == {"weight", "bias"}:

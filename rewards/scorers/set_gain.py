@@ -77,9 +77,8 @@ class VendiGain:
         is_named = all(record is not None and GROUP_KEY in record for record in request.metadata)
         if self.capabilities.needs_group and not is_named:
             raise RewardError(
-                f"{self.name} scores sets, not single images, and the metadata name none "
-                f"({GROUP_KEY!r}). Train on it (rewards.terms); vendi_score and frechet_distance of "
-                "visalign.core measure sets."
+                f"{self.name} scores sets, and the metadata name none ({GROUP_KEY!r}). Train on it (rewards.terms); "
+                "vendi_score and frechet_distance of visalign.core measure sets."
             )
         labels = list(range(len(request))) if self.over == "image" else group_labels(self.name, request)
         reasons = list(request.images.reasons)

@@ -92,8 +92,7 @@ def unpack_request(raw: bytes | bytearray) -> JudgeRequest:
     is_image = [image.dtype == torch.uint8 and image.ndim == 3 and len(image) == 3 for image in images]
     if len(images) < len(names) or tensors or not all(is_image) or any(0 in image.shape for image in images):
         raise WireError(
-            f"{size} prompts need as many uint8 tensors [3, H, W] 'image.0', 'image.1', …, or of pairs 'left.0', …, "
-            "'right.0', …, and no others."
+            f"{size} prompts need as many uint8 tensors [3, H, W] 'image.0', …, or of pairs 'left.0', …, 'right.0', …."
         )
     right = images[size:] if is_pair else None
     return JudgeRequest(images=images[:size], prompts=prompts, metadata=records, right=right, messages=(raw,))

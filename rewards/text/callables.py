@@ -63,8 +63,7 @@ class TextFunctionReward:
         self._takes_lists = not set(_LISTS).isdisjoint(names) or takes_any
         if not (self._takes_lists or self._takes_text or "completion" in names):
             raise ValueError(
-                f"Reward {self.name!r} has the parameters ({', '.join(names)}) and it cannot be told which is "
-                f"the completion. Allowed: {_FORMS}; rename them."
+                f"Reward {self.name!r} has ({', '.join(names)}); which is the completion? Allowed: {_FORMS}."
             )
 
     def score(self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None) -> Scores:

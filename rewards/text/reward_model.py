@@ -84,8 +84,7 @@ class RewardModel:
         has_known_names = tuple(self.outputs) == MEAN_AND_STD or all(n.startswith(MEMBER) for n in self.outputs)
         if (labels != 1 and not has_known_names) or (pad is None and batch_size > 1):
             raise RewardError(
-                f"{name}: the model has {labels} outputs, the tokenizer the pad token {pad}; needed are num_labels=1, "
-                "and a pad token or batch_size=1."
+                f"{name}: the model has {labels} outputs, the pad token is {pad}; needed are num_labels=1, and one."
             )
         size = self.model.get_input_embeddings().num_embeddings
         if (largest := max(self.tokenizer.get_vocab().values())) >= size:

@@ -65,9 +65,8 @@ def main() -> None:
         equal = False  # also for text that is no mathematics
         with suppress(Exception):
             parsed = read(truth), read(answer)
-            equal = all(parsed) and verify(
-                *parsed, float_rounding=20, numeric_precision=40, strict=True, timeout_seconds=None
-            )
+            options = {"float_rounding": 20, "numeric_precision": 40, "strict": True, "timeout_seconds": None}
+            equal = all(parsed) and verify(*parsed, **options)
         replies.write(json.dumps(bool(equal)) + "\n")
         replies.flush()
 

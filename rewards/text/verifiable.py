@@ -71,9 +71,7 @@ class VerifiableAnswer(TextRule):
         self.name, self._pattern = name, regular_expression(name, pattern)
         bounds = f"absolute is {absolute} and relative {relative}; allowed are finite numbers of at least 0"
         needless = "compare='exact' has no tolerance; choose 'number', 'list' or 'math'"
-        misfit = (
-            f"extract is {extract!r} and pattern {pattern!r}; a pattern with one group goes with extract='pattern'"
-        )
+        misfit = f"extract is {extract!r} and pattern {pattern!r}; one group goes with extract='pattern'"
         groups = 0 if self._pattern is None else self._pattern.groups
         rules = {bounds: 0 <= absolute < math.inf and 0 <= relative < math.inf}
         rules[needless] = compare != "exact" or not (absolute or relative)

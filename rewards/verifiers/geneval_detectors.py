@@ -103,8 +103,7 @@ class TransformersDetector:
             processor = reader.from_pretrained(self.source, trust_remote_code=False)
         except LOADING_ERRORS as error:
             raise RewardError(
-                f"geneval: the detector {self.source} cannot be loaded ({error}). Give a folder or hub id of "
-                "an object detector or instance segmenter of transformers, or an object with `detect`."
+                f"geneval: the detector {self.source} cannot be loaded ({error}). Give one that transformers loads."
             ) from error
         if info["missing_keys"]:
             missing = ", ".join(sorted(info["missing_keys"])[:5])

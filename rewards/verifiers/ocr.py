@@ -143,8 +143,7 @@ def load_rapidocr(min_confidence: float = 0.5) -> Engine:
         from rapidocr import RapidOCR
     except ModuleNotFoundError as error:
         raise RewardError(
-            f"ocr: the OCR engine is not installed ({error.name} is missing). Run: {INSTALL}; or give your "
-            "own engine, a function from a uint8 image [H, W, 3] to the text in it."
+            f"ocr: the engine is not installed ({error.name} is missing). Run: {INSTALL}; or give a function."
         ) from error
     reader = RapidOCR(params={"Global.text_score": min_confidence, "Global.log_level": "critical"})
 

@@ -129,8 +129,8 @@ def find_model(folder_or_id: str | Path, patterns: Sequence[str] = TRANSFORMERS_
         folder = local_folder(folder, patterns)
     if not isinstance(folder, Path) or not (folder / "config.json").is_file():
         raise FileNotFoundError(
-            f"There is no model folder {folder} with a config.json. Give a folder of save_pretrained, a "
-            "packaged name, or a hub id owner/name; for a LoRA give its base model, and the LoRA as adapter."
+            f"There is no model folder {folder} with a config.json. Give one, a packaged name, or a hub id; of a LoRA "
+            "give the base model, and the LoRA as adapter."
         )
     return folder
 

@@ -56,8 +56,7 @@ class Template:
         is_chat = isinstance(messages, list) and all(map(_is_message, messages))
         if not (is_chat and isinstance(prefix, str) and isinstance(chat, Mapping)):
             raise RewardError(
-                f"template {name!r} is {data!r:.80}; it needs a list 'messages' of a role and a content, a string "
-                "answer_prefix and an object chat."
+                f"template {name!r} is {data!r:.80}; it needs 'messages', a text answer_prefix and an object chat."
             )
         for key, words in fields.items():
             if not isinstance(words, list) or not all(isinstance(word, str) and word for word in words):

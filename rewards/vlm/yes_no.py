@@ -58,8 +58,7 @@ class YesNoReader:
         if both or not 0 <= min_mass < 1:
             words = engine.processor.tokenizer.convert_ids_to_tokens(both)
             raise ValueError(
-                f"min_mass is {min_mass}, and {words} are tokens of both yes and no; allowed are "
-                "probabilities below 1, and sets of words without a common token."
+                f"min_mass is {min_mass}, and {words} are of yes and no; allowed are [0, 1), and words that differ."
             )
         self.ids = [*self._yes, *self._no]
 

@@ -215,7 +215,7 @@ PAIRS = "name: 'tests.support.judges.brightness:BrightnessPairs'"
             "j and k have references, and one term can",
         ),
         (f"evaluation.rewards={{j: {{{PAIRS}, references: {{}}}}}}", r"evaluation\.rewards\.j\.references are of"),
-        (f"rewards.terms={{j: {{{PAIRS}}}}}", r"compare with reference images \(rewards\.terms\.LABEL\.references\)"),
+        (f"rewards.terms={{j: {{{PAIRS}}}}}", r"or rewards\.terms\.LABEL\.references"),
     ],
 )
 def test_references_that_cannot_be_are_refused(change: str, message: str) -> None:

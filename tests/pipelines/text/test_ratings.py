@@ -114,7 +114,7 @@ def test_a_teachers_reason_stands_behind_the_decision():
     [
         ("data.decision=[no, yes]", r"is \[False, True\]; give two .* YAML reads yes as true"),
         ("data.question=null", r"data\.question, which asks about them, is null"),
-        ("data.field=why", r"data\.train: no pair that is decided has a text in the column 'why'"),
+        ("data.field=why", r"data\.train: no decided pair has a text in 'why'"),
     ],
 )
 def test_decisions_of_what_are_no_pairs_are_refused(override, message):

@@ -167,7 +167,7 @@ def test_what_a_completion_writes_forges_no_other_response_and_roles_of_a_conver
         ({"form": "pair", "answers": 3, "k_meta": 2}, "k_meta is 2, and with form 'pair'"),
         ({"answers": 3, "k_meta": 4}, "k_meta is 4; allowed are whole numbers from 1 to answers"),
         ({"template": "Rate {prompt}"}, "the template has no {responses}"),
-        ({"answers": 3, "temperature": 0.0}, "which gives one answer"),
+        ({"answers": 3, "temperature": 0.0}, "one answer"),
     ],
 )
 def test_options_refused_by_message(options, message):

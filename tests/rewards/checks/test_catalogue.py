@@ -243,7 +243,7 @@ def test_a_file_that_cannot_be_imported_is_named_with_its_line(tmp_path, monkeyp
         (np.zeros((3, 2)), r"returned the shape \[3, 2\] for 3 images"),
         (["1", "2", "3"], r"returned '1' \(str\) for image 0; give a number, or None"),
         ("abc", "returned a str"),
-        ({"a": [1, 2, 3], "b": [1, 2, 3]}, "keys a, b; it cannot be told which is the reward. Add the key"),
+        ({"a": [1, 2, 3], "b": [1, 2, 3]}, "keys a, b; call the reward"),
     ],
 )
 def test_wrong_answers(answer, message):

@@ -74,7 +74,7 @@ def test_images_are_routed_as_texts_are() -> None:
     [
         (
             {"task": "orc"},
-            r"where is \{'task': 'orc'\}, and no record of data.train has it. .*'ocr' \(2\), 'count' \(1\)",
+            r"where is \{'task': 'orc'\}, which no record of data.train has. .*'ocr' \(2\), 'count' \(1\)",
         ),
         ({"tsk": "ocr"}, "None has the field 'tsk'. Did you mean 'task'"),
         ({"task": "ocr"}, r"2 of 4 records of data.train have no reward, .*the first is \{'task': 'count'\}"),

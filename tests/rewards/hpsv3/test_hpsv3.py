@@ -81,7 +81,7 @@ def test_rows_that_cannot_be_judged_carry_their_reason(shared) -> None:
 def test_a_template_without_one_token_is_refused(text) -> None:
     content = [{"type": "image"}, {"type": "text", "text": text}]
     wrong = Template(name="wrong", messages=[{"role": "user", "content": content}])
-    with pytest.raises(RewardError, match=r"'wrong' holds <\|Reward\|> [02] times"):
+    with pytest.raises(RewardError, match=r"'wrong' needs one image, one <\|Reward\|>; it has [02]"):
         HPSv3Model(tiny_judge(), RanknetHead(32), template=wrong)
     with pytest.raises(RewardError, match="The head maps 16 numbers to 2; needed are 32"):
         HPSv3Model(tiny_judge(), RanknetHead(16))

@@ -67,7 +67,7 @@ def test_damaged_folders_and_wrong_options_are_refused(place: Path, tmp_path: Pa
         ({name: None}, rf"missing: {re.escape(name)}"),
         ({"rm_head.3.bias": None}, "missing: rm_head.3.bias"),
         ({name: tensors[name][:, :5].contiguous()}, "of another shape: .*lora_B"),
-        ({"reward_token": tensors["reward_token"][:1]}, r"members by tensor \[1, 2\]"),
+        ({"reward_token": tensors["reward_token"][:1]}, r"together \(\[1, 2\]"),
         ({name.replace("layers.0", "layers.9"): tensors[name].clone()}, "unexpected: .*layers.9"),
     ):
         both = tensors | change

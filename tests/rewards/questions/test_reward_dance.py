@@ -91,7 +91,7 @@ def test_wrong_options_are_refused():
     refused: list[tuple[dict[str, Any], str]] = [
         ({"value": "logit"}, "value is 'logit'; allowed are log_odds, prob"),
         ({"write_reasons": True}, "write_reasons without decision_first"),
-        ({"yes": ["yes", "no"], "no": ["no"]}, "tokens of both yes and no"),
+        ({"yes": ["yes", "no"], "no": ["no"]}, "of yes and no"),
         ({"yes": ["maybe"]}, "'maybe' is several tokens"),
         ({"yes": "yes"}, r"Write \['yes'\]"),
         ({"template": ask_text("{question} {prompt}")}, r"'test' has .*fills no \{question\}"),

@@ -111,7 +111,7 @@ def test_default_model_is_the_packaged_one(packaged):
 
 
 def test_unknown_names(packaged):
-    with pytest.raises(RewardError, match=r"no CLIP model 'ViT-B-99'. Allowed: an existing folder"):
+    with pytest.raises(RewardError, match=r"no CLIP model 'ViT-B-99'. Give a folder"):
         load_open_clip("ViT-B-99")
     with pytest.raises(RewardError, match=r"'ViT-B-32:nothing' cannot be loaded"):
         load_open_clip("ViT-B-32:nothing")

@@ -125,7 +125,7 @@ def test_exemplars_may_be_texts_and_an_image_alone_may_be_scored(folder: Path, t
 
 
 def test_refused(folder: Path, reference: Path, tmp_path: Path) -> None:
-    with pytest.raises(RewardError, match=r"scores sets, not single images.*'group_id'"):
+    with pytest.raises(RewardError, match=r"scores sets, .*'group_id'"):
         load_reward("vendi_gain", model=folder).score(make_images(2), ["a", "a"])
     with pytest.raises(ValueError, match=r"over is 'image'; allowed are group, batch, sets"):
         load_reward("vendi_gain", over="image")

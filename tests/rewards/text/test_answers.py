@@ -196,7 +196,7 @@ def test_without_a_ground_truth_there_is_no_score():
         ({"absolute": -1.0, "compare": "number"}, "absolute is -1.0 and relative 0.0; allowed are finite"),
         ({"relative": 0.1}, "compare='exact' has no tolerance; choose 'number'"),
         ({"extract": "pattern", "pattern": "(a"}, "is no regular expression"),
-        ({"extract": "pattern", "pattern": "a"}, "a pattern with one group"),
+        ({"extract": "pattern", "pattern": "a"}, "one group goes with"),
     ],
 )
 def test_bad_options(options, message):

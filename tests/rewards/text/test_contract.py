@@ -131,7 +131,7 @@ def test_one_completion_at_a_time():
     assert scores.value.tolist() == [1, 0]
     with pytest.raises(RewardError, match=r"asks for answer; offered are prompt, completion and the metadata's"):
         TextFunctionReward(match).score(["a"], ["?"])
-    with pytest.raises(ValueError, match=r"parameters \(text, answer\) and it cannot be told which is"):
+    with pytest.raises(ValueError, match=r"\(text, answer\); which is"):
         TextFunctionReward(lambda text, answer: 0.0)
 
 

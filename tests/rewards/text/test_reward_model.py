@@ -110,7 +110,7 @@ def test_models_and_tokenizers_that_cannot_serve():
         RewardModel(two, tokenizer=tokenizer())
     bare = tokenizer()
     bare.pad_token = None
-    with pytest.raises(RewardError, match="the tokenizer the pad token None"):
+    with pytest.raises(RewardError, match="the pad token is None"):
         RewardModel(model(), tokenizer=bare)
     assert RewardModel(model(), tokenizer=bare, batch_size=1).score(["good", "bad"], ["two"] * 2).valid.all()
     for options, message in (

@@ -84,7 +84,7 @@ def test_a_base_that_is_not_there_is_named(models, tmp_path):
     with pytest.raises(UserError, match=r"adapter_config\.json is not JSON \(Expecting property name"):
         VisionLanguageEngine.from_pretrained(models / "lora")
     (models / "lora" / "adapter_config.json").write_text("{}")
-    with pytest.raises(FileNotFoundError, match=r"There is no model folder .*give its base model"):
+    with pytest.raises(FileNotFoundError, match=r"There is no model folder .*give the base model"):
         VisionLanguageEngine.from_pretrained(models / "lora")
 
 

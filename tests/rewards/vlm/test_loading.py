@@ -100,13 +100,13 @@ def test_a_model_that_does_not_see_is_refused() -> None:
     ("content", "message"),
     [
         ('{"templates": []}', "needs an object with an object 'templates'"),
-        ('{"templates": {"a": {}}}', "template 'a' is {}; it needs a list 'messages'"),
+        ('{"templates": {"a": {}}}', "template 'a' is {}; it needs 'messages'"),
         (
             '{"templates": {"a": {"messages": [{"role": "user", "content": [{"type": "video"}]}]}}}',
-            "a role and a content",
+            "it needs 'messages'",
         ),
         ('{"templates": {"a": {"messages": [], "yes": "yes"}}}', "'yes' is 'yes'; it takes a list of words"),
-        ('{"templates": {"a": {"messages": [], "answer_prefix": 3}}}', "a string answer_prefix"),
+        ('{"templates": {"a": {"messages": [], "answer_prefix": 3}}}', "a text answer_prefix"),
     ],
 )
 def test_wrong_settings_are_refused_by_message(tmp_path, content, message) -> None:
