@@ -35,7 +35,7 @@ def check_drawing(answers: int, temperature: float, max_new_tokens: int) -> None
     """Refuse sampling options that give no answers."""
     if answers < 1 or max_new_tokens < 1 or not temperature >= 0 or (temperature == 0 and answers > 1):
         raise RewardError(
-            f"answers is {answers}, tokens {max_new_tokens}, temperature {temperature}; allowed from 1, 1, 0 (one answer)."
+            f"answers is {answers}, tokens {max_new_tokens}, temperature {temperature}; allowed: 1, 1, 0 (one answer)."
         )
 
 

@@ -73,7 +73,7 @@ def test_refused_requests_have_no_answers_and_options_are_checked() -> None:
     assert result.texts[1] == [] and result.finished[1] == [] and "200 times" in (result.reasons[1] or "")
     with pytest.raises(RewardError, match="answers is 0"):
         judge.generate(ONE, ASKS, answers=0)
-    with pytest.raises(RewardError, match=r"temperature 0; allowed .* \(one answer\)"):
+    with pytest.raises(RewardError, match=r"temperature 0; allowed: .*\(one answer\)"):
         judge.generate(ONE, ASKS, answers=2, temperature=0)
     two = judge.generate(TWO, [Query(images=[noise(8, 8), noise(8, 16)], prompt="a", fields={"question": "b"})])
     assert len(two.texts[0]) == 1
