@@ -207,10 +207,8 @@ def _construct(name: str, kind: Callable[..., Any], options: dict[str, Any], run
 
 def _incomplete(name: str, reward: Any, kind: str, contract: str) -> RewardError:
     missing = ", ".join(key for key in _DECLARED if not hasattr(reward, key))
-    return RewardError(
-        f"{name!r} is a {type(reward).__name__} without {missing}, so it is no {kind}. Add these "
-        f"(visalign.interfaces.{contract} says what they are), or name a plain function."
-    )
+    remedy = f"Add these (visalign.interfaces.{contract} says what they are), or name a plain function."
+    return RewardError(f"{name!r} is a {type(reward).__name__} without {missing}, so it is no {kind}. {remedy}")
 
 
 def find_target(path: str) -> Any:

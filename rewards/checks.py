@@ -226,10 +226,7 @@ def _validity(case: _Case) -> Iterator[str]:
     reasons = scores.reason or [None] * len(scores)
     if not scores.valid.any():
         check = "check_reward" if noun == "image" else "check_text_reward"
-        yield (
-            f"it judged none of the {noun}s ({reasons[0]}): give {check} {noun}s=, prompts=, metadata= "
-            "that it can judge"
-        )
+        yield f"it judged none of the {noun}s ({reasons[0]}): give {check} {noun}s=, prompts=, metadata= that it can"
         return
     if not torch.isfinite(scores.value[scores.valid]).all():
         yield "a valid score is NaN or infinite: set valid=False and a reason for that sample"
@@ -258,10 +255,8 @@ def _order(case: _Case) -> Iterator[str]:
 
 def _independence(case: _Case) -> Iterator[str]:
     if not all(case.agrees(case.run([row]), [row]) for row in case.rows):
-        yield (
-            f"a single {case.noun} scores otherwise than in a batch: take out whatever mixes samples (batch "
-            "statistics, padding to the longest, z-scores, ranks and comparisons over the batch)"
-        )
+        mixing = "batch statistics, padding, z-scores, ranks, comparisons"
+        yield f"a single {case.noun} scores otherwise than in a batch: take out what mixes samples ({mixing})"
 
 
 def _unchanged_inputs(case: _Case) -> Iterator[str]:

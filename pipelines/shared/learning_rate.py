@@ -23,10 +23,7 @@ FOLDER = "learning_rate"  # Folder of the short runs in that of the run, and nam
 WEIGHTS = ("checkpoints", "lora", "model", "judge")
 """Folders that are deleted from a short run, since they would fill the disk."""
 BEFORE = ("before.npz", "before.json")  # Files of the measurement before training, which is the same for all rates
-RULE = (
-    "Highest held-out change; of equal ones the lowest rate. The configuration's own rate where none improved on the "
-    "start."
-)
+RULE = "Highest held-out change; of equal ones the lowest rate. The configuration's own rate where none improved."
 
 
 def split_search(overrides: Sequence[str]) -> tuple[bool, list[str]]:

@@ -86,10 +86,7 @@ def write_card(run: Path, *, license: str | None = None, repo: str | None = None
     code = re.sub(written, lambda _: repo or str(folder), summary.get("load_code", ""))
     if samples and not before.sources:
         code += f"\nimage = pipe({json.dumps(samples[0][0])}).images[0]"
-    licence = (
-        "No licence is stated: none was given (run.license, or visalign push --license), and no card of the base "
-        "model was found. Ask the owner before you use this model."
-    )
+    licence = "No licence is stated (run.license, visalign push --license). Ask the owner before you use this model."
     if name := fields.get("license_name", fields.get("license")):
         licence = f"{name}, {'the licence of the base model' if stated is None else 'stated for this model'}."
     text = [

@@ -344,24 +344,17 @@ def _broken_rules(s: TextConfig) -> Iterator[str]:
     if server is None:
         return
     if server.model_folder is None and s.model.lora is None:
-        yield (
-            "server.model_folder and model.lora are null: nothing could be handed over between two iterations. Set "
-            "model.lora={rank: 16, alpha: 32}, or server.model_folder to a copy of the model that the server serves."
-        )
+        yield "server.model_folder and model.lora are null: nothing can be handed over. Set either of them."
     if server.model_folder is not None:
         if s.model.lora is not None:
             yield "server.model_folder takes whole models, and model.lora trains adapters. Leave one of the two out."
         start = Path(s.model.path), assets_folder() / s.model.path
         if Path(server.model_folder).resolve() in (path.resolve() for path in start):
-            yield (
-                f"server.model_folder is {server.model_folder}, which is model.path: the run would write "
-                "over the model that it begins with. Copy it, and start the server on the copy."
-            )
+            folder = f"server.model_folder is {server.model_folder}, which is model.path"
+            yield f"{folder}: the run would write over its start. Copy it, and start the server on the copy."
     if objective.importance_sampling is None:
-        yield (
-            "server: another engine's log-probs differ a little from the policy's, and nothing corrects for "
-            "it. Set objective.changes={importance_sampling: {level: token, mode: truncate, high: 2.0}}."
-        )
+        remedy = "objective.changes={importance_sampling: {level: token, mode: truncate, high: 2.0}}"
+        yield f"server: nothing corrects for another engine's log-probs. Set {remedy}."
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -194,10 +194,8 @@ def _open(item: Image.Image | str | os.PathLike[str]) -> Iterator[Image.Image]:
 def _explain(error: BaseException, item: Any, *, counted: str = "pixels") -> str:
     name = f"a PIL image of mode {item.mode}" if isinstance(item, Image.Image) else os.fspath(item)
     if isinstance(error, Image.DecompressionBombError):
-        return (
-            f"{name} has more than {_pixel_limit()} {counted} and may be a decompression bomb; shrink it, or "
-            "raise the environment variable VISALIGN_MAX_PIXELS (and PIL.Image.MAX_IMAGE_PIXELS)"
-        )
+        remedy = "shrink it, or raise the environment variable VISALIGN_MAX_PIXELS (and PIL.Image.MAX_IMAGE_PIXELS)"
+        return f"{name} has more than {_pixel_limit()} {counted} and may be a decompression bomb; {remedy}"
     if isinstance(error, FileNotFoundError):
         hint = "; URLs are not read, download it first" if "://" in name else ""
         return f"no such image file: {name}{hint}"

@@ -80,10 +80,7 @@ class Ensemble:
         for key, noun in (("unit", "units"), ("higher_is_better", "directions")):
             values = {label: getattr(member, key) for label, member in members.items()}
             listed = ", ".join(f"{label}: {value!r}" for label, value in values.items())
-            message = (
-                f"the members have different {noun} ({listed}); give calibration={{label: (mean, std)}} of "
-                "their scores on a common set of samples"
-            )
+            message = f"the members have different {noun} ({listed}); give calibration={{label: (mean, std)}}"
             rules[message] = calibration is not None or len(set(values.values())) == 1
         check_rules(name, rules)
         if calibration is not None:

@@ -75,10 +75,7 @@ def sample_frames(length: int, *, clip_fps: float | None, fps: float, frames: in
         return f"a clip of {length} frame shows no motion; {PAIR} frames are needed"
     if frames is None:
         if clip_fps is None:
-            return (
-                'it is not known how many frames a second the clip shows: give clip_fps, an "fps" in its '
-                "record, or frames, the number of frames that are judged"
-            )
+            return 'its frames a second are not known: give clip_fps, an "fps" in its record, or frames to judge'
         count = min(max(length / clip_fps * fps, MIN_FRAMES), MAX_FRAMES)
     else:
         count = frames

@@ -76,10 +76,8 @@ class QAlign(EngineJudge):
         for row, reason, row_mass in zip(rows, answer.reasons, answer.mass.tolist(), strict=True):
             reasons[row] = reason
             if reason is None and not row_mass >= self.min_mass:
-                reasons[row] = (
-                    f"the model names no level: the five words have {row_mass:.2g} of the probability, and "
-                    f"min_mass is {self.min_mass:g}"
-                )
+                share = f"the five words have {row_mass:.2g} of the probability, and min_mass is {self.min_mass:g}"
+                reasons[row] = f"the model names no level: {share}"
         prob = answer.logits.double().softmax(-1)
         mean, std = moments(prob, torch.tensor(list(LEVELS.values()), dtype=torch.float64))
         columns = {**dict(zip(LEVELS, prob.unbind(1), strict=True)), "mass": answer.mass, "value": mean, "std": std}

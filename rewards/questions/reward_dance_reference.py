@@ -25,10 +25,7 @@ from visalign.rewards.weights.feature_cache import image_key
 
 from .reward_dance import UNITS
 
-_NO_REFERENCE = (
-    "there is no readable reference image for this prompt; give it in references or the metadata, or let a training "
-    "draw it with rewards.terms.LABEL.references"
-)
+_NO_REFERENCE = "there is no readable reference image for this prompt; give one in references or the metadata"
 
 
 class ReferenceReward:

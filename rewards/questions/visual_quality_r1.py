@@ -150,10 +150,8 @@ class VisualQuality(EngineJudge):
                     failure = failure or str(error)
             readable[row] = len(ratings) / len(answers)
             if len(ratings) < min(2, self.answers):
-                reasons[row] = (
-                    f"{len(ratings)} of {len(answers)} answers hold a rating from {LOW:g} to {HIGH:g}; of "
-                    f"the others the first: {failure}"
-                )
+                count = f"{len(ratings)} of {len(answers)} answers hold a rating from {LOW:g} to {HIGH:g}"
+                reasons[row] = f"{count}; of the others the first: {failure}"
                 continue
             rating = torch.tensor(ratings, dtype=torch.float64)
             value[row], std[row] = rating.mean(), rating.std() if len(ratings) > 1 else torch.nan
@@ -210,11 +208,8 @@ class RatingDigits:
         for row in rows:
             row_mass = float(digit_mass[row].nan_to_num(0.0))
             if not row_mass >= self.min_mass or not math.isfinite(float(mean[row])):
-                reasons[row] = (
-                    "the model writes no digits behind the point of its rating: complete ratings have "
-                    f"{row_mass:.2g} of the probability of all that begin as one, and min_mass is "
-                    f"{self.min_mass:g}"
-                )
+                share = f"{row_mass:.2g} of those begun are complete, and min_mass is {self.min_mass:g}"
+                reasons[row] = f"the model writes no digits behind the point of its rating: {share}"
                 mean[row] = std[row] = torch.nan
         columns = {"value": mean, "std": std, "mass": mass, "left_over": 1 - mass, "digit_mass": digit_mass}
         return {key: columns[key].float() for key in self._columns}, [""] * len(queries), reasons

@@ -76,10 +76,8 @@ class YesNoReader:
         reasons = list(reply.reasons)
         for row, share in enumerate(mass.tolist()):
             if reasons[row] is None and not share >= self.min_mass:
-                reasons[row] = (
-                    f"the model answers neither yes nor no: together they have {share:.2g} of the "
-                    f"probability, and at least {self.min_mass:g} is asked for"
-                )
+                mass_needed = f"both have {share:.2g} of the probability, and {self.min_mass:g} is needed"
+                reasons[row] = f"the model answers neither yes nor no: {mass_needed}"
             elif reasons[row] is None and not math.isfinite(odds[row].item()):
                 reasons[row] = "the model's log-odds are no number"
         valid = torch.tensor([reason is None for reason in reasons])

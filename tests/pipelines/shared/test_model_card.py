@@ -58,7 +58,7 @@ def base_folder(folder: Path, header: str = "") -> Path:
         ("license: other\nlicense_name: flux", None, {"license": "other", "license_name": "flux"}, "flux, the lic"),
         ("license: other\nlicense_name: flux", "mit", {"license": "mit"}, "mit, stated for this model."),
         ("a: [b", None, {}, "No licence is stated"),
-        ("", None, {}, "No licence is stated: none was given (run.license, or visalign push --license)"),
+        ("", None, {}, "No licence is stated (run.license, visalign push --license)"),
     ],
 )  # fmt: skip
 def test_the_card_is_what_the_hub_reads(header, own, expected, sentence, tmp_path):

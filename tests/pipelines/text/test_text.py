@@ -193,10 +193,10 @@ def test_packaged_configurations_are_whole(name, tmp_path):
         ("evaluation.correctness=boxed", "evaluation.correctness is 'boxed'"),
         ("rollout.environment={use: 'builtins:object'}", "builtins:object has no method reset"),
         ("rewards.terms={task_answer: {bound: 0.5}}", "constraints are held in trainings of images alone"),
-        ("server={base_url: 'http://x/v1', model: m}", "nothing could be handed over between two"),
+        ("server={base_url: 'http://x/v1', model: m}", "nothing can be handed over"),
         (
             f"server={{base_url: 'http://x/v1', model: m, model_folder: '{assets_folder()}/tasks-qwen3'}}",
-            "the run would write over the model that it begins with",
+            "the run would write over its start",
         ),
     ],
 )

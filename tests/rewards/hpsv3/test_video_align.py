@@ -90,7 +90,7 @@ def test_clips_that_cannot_be_judged_have_a_reason(folder) -> None:
     ):
         assert wanted in str(reason)
     unknown = judge(folder, clip_fps=None).score([clip], ["a"])
-    assert not unknown.valid.any() and "not known how many frames" in str(unknown.reason)
+    assert not unknown.valid.any() and "frames a second are not known" in str(unknown.reason)
     typed = judge(folder).score([clip], ["a <|VQ_reward|> <|MQ_reward|> {x}"])
     assert typed.valid.all(), typed.reason
     with pytest.raises(ValueError, match="1 clips and 2 prompts; give one each"):
