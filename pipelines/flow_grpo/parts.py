@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 
 from visalign.atomic import write_atomic
 from visalign.errors import UserError
+from visalign.evaluation import HeldoutResult, evaluate, load_heldout
 from visalign.flow.rollout import middle_frames
 from visalign.interfaces import DiffusionPolicy, PointwiseReward
 from visalign.pipelines.shared.grids import image_samples
@@ -26,10 +28,7 @@ from visalign.training.diffusion.samples import Features
 from .config import EvaluationConfig, ModelConfig
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
-
     from visalign.adapters.prompt_cache import PromptCache
-    from visalign.evaluation import HeldoutResult
 
 
 def build_policy(
@@ -102,7 +101,6 @@ def build_evaluator(
     accelerator: Accelerator,
 ) -> Callable[..., HeldoutResult]:
     """Return a function of (records, seeds) that evaluates the policy; all processes call it and share the images."""
-    from visalign.evaluation import evaluate
 
     def measure(records: Records, seeds: Sequence[int]) -> HeldoutResult:
         share_of = partial(
@@ -132,8 +130,6 @@ def write_images(folder: Path, name: str, images: torch.Tensor, records: Records
 
 def build_drift(features: Features, before: Path) -> Callable[[HeldoutResult], dict[str, float]]:
     """Return a function that measures the feature drift of an evaluation's images since that in the file `before`."""
-    from visalign.evaluation import load_heldout
-
     base: dict[tuple[Any, int], torch.Tensor] = {}
 
     def features_by_sample(result: HeldoutResult) -> dict[tuple[Any, int], torch.Tensor]:

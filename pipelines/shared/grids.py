@@ -6,7 +6,6 @@ from __future__ import annotations
 import io
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from accelerate import Accelerator
@@ -14,11 +13,9 @@ from PIL import Image
 
 from visalign.atomic import write_atomic
 from visalign.data.sets.prompt_files import record_key
+from visalign.evaluation import HeldoutResult
 
 from .parts import Records, evenly_spaced
-
-if TYPE_CHECKING:
-    from visalign.evaluation import HeldoutResult
 
 FOLDER = "samples"  # Folder of the grids in a run folder; one file per evaluation, named by the iterations finished
 

@@ -16,6 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from accelerate.utils import broadcast_object_list, gather_object
+
 from visalign.atomic import write_atomic
 from visalign.config import flatten
 from visalign.errors import UserError
@@ -92,9 +95,6 @@ def run_job(config: Any, output: Path, resume: bool = False, *, build: Callable[
     `build` checks what can be checked, makes the objects and writes nothing. With `resume` the run in `output` goes on
     from its newest whole checkpoint, to the result of an uninterrupted run.
     """
-    import torch
-    from accelerate.utils import gather_object
-
     from visalign.training.loop.processes import report_lost_process
 
     if config.run.push_to_hub is not None:
@@ -195,8 +195,6 @@ class PolicyRun(Job):
 
     def before(self) -> HeldoutResult | None:
         """Evaluate before training, or read the file of it; None in all processes but the first."""
-        from accelerate.utils import broadcast_object_list
-
         path, note = self.output / "before.npz", self.trainer.progress.note  # only the first process prints
         (is_stored,) = broadcast_object_list([path.is_file()])  # as the first process sees it
         if self.heldout_trained_on:

@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
+import torch
 from PIL import Image
+from torch import Tensor
 
 from visalign.config import flatten
 from visalign.data.sets.image_references import resolve_image
@@ -26,16 +28,16 @@ from visalign.data.sets.prompt_files import load_prompts
 from visalign.errors import UserError, excerpt, suggestion
 from visalign.interfaces import PairwiseReward, PointwiseReward, TextReward
 from visalign.rewards.base.identity import fingerprint as file_fingerprint
+from visalign.rewards.base.images import load_images
 from visalign.rewards.combine.routed import Routed, matches
+from visalign.rewards.combine.uncertainty import UncertaintyUsed
 from visalign.seeds import sample_seed
 from visalign.versions import versions
 
 from .sections import MachineConfig, RewardsConfig, RewardTerm, RunConfig, WeightSchedule
 
 if TYPE_CHECKING:
-    import torch
     from accelerate import Accelerator
-    from torch import Tensor
 
     from visalign.evaluation import HeldoutResult
 
@@ -49,7 +51,6 @@ PATIENCE = timedelta(hours=12)
 
 def build_accelerator(config: Any, folder: Path) -> Accelerator:
     """Build device, processes (without CUDA on the CPU) and trackers; the model's `autocast` sets the precision."""
-    import torch
     from accelerate import Accelerator, InitProcessGroupKwargs
     from accelerate.utils import gather_object, parse_flag_from_env
 
@@ -136,7 +137,6 @@ def no_loading_bars() -> Iterator[None]:
 
 def load_classifier(kind: Any, folder: str, *, seed: int, hollow: bool, dtype: Any, **labels: Any) -> tuple[Any, Any]:
     """Load a model of a transformers class, a new head by the seed, and its tokenizer; `hollow`: without weights."""
-    import torch
     from transformers import AutoConfig, AutoTokenizer
 
     from visalign.adapters.causal_lm.loading import from_pretrained
@@ -252,8 +252,6 @@ def pointwise_only(
 
 def weighted_sum(config: RewardsConfig, rewards: Mapping[str, Any], kind: Any) -> Any:
     """Build the weighted sum of loaded rewards, of the `kind` for images or for text."""
-    from visalign.rewards.combine.uncertainty import UncertaintyUsed
-
     terms, summands = config.terms, {}
     strengths = {label: term.strength for label, term in terms.items() if term.uncertainty == "advantage"}
     if strengths and kind.noun == "image":
@@ -334,8 +332,6 @@ class Row(NamedTuple):
 
 
 def read_images(references: Sequence[str], where: str) -> tuple[Tensor, ...]:
-    from visalign.rewards.base.images import load_images
-
     batch = load_images([resolve_image(reference) for reference in references])
     for name, reason in zip(references, batch.reasons, strict=True):
         if reason is not None:
@@ -356,8 +352,6 @@ def check_images(rows: Iterable[Row], key: str) -> None:
 
 def run_device(run: MachineConfig) -> torch.device:
     """Return the device of a job of one process, which needs no accelerator."""
-    import torch
-
     return torch.device("cuda" if run.device == "auto" and torch.cuda.is_available() else "cpu")
 
 

@@ -112,7 +112,7 @@ def test_a_teachers_reason_stands_behind_the_decision():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("data.decision=[no, yes]", r"is \[False, True\]; give two .* YAML reads yes as true"),
+        ("data.decision=[no, yes]", r"is \[False, True\]; give two .*YAML reads yes as true"),
         ("data.question=null", r"data\.question, which asks about them, is null"),
         ("data.field=why", r"data\.train: no decided pair has a text in 'why'"),
     ],

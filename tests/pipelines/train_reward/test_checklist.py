@@ -167,7 +167,7 @@ def test_an_image_is_asked_once_and_by_itself(model, tmp_path, monkeypatch):
 
 def test_wrong_checklists_by_message(model, tmp_path):
     (tmp_path / "questions.json").write_text(json.dumps({**CHECKLIST, "coef": [1.0]}))
-    with pytest.raises(UserError, match=r"model\.checklist: There are 1 weights for 3 features: 4 are needed"):
+    with pytest.raises(UserError, match=r"model\.checklist: There are 1 weights for 3 features; give 4"):
         run(_config(model, tmp_path), tmp_path / "run")
     with pytest.raises(UserError, match=r"model\.checklist: none\.json cannot be read"):
         prepare_reward(_config(model, tmp_path, "model.checklist=none.json"))

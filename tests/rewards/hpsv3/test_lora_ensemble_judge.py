@@ -116,7 +116,7 @@ def test_one_folder_gives_the_same_scores(place: Path, judge: LoraEnsembleReward
     joined(place).save(tmp_path / "alike")
     stored = load_file(tmp_path / "alike" / "members.safetensors")
     assert {value.dtype for value in stored.values()} == {torch.float16}
-    with pytest.raises(RewardError, match=r"is {'type': 'ranknet members'.*HPSv3's is 'ranknet'.*judge lora_ensemble"):
+    with pytest.raises(RewardError, match=r"is {'type': 'ranknet members'.*HPSv3's is 'ranknet' .*: ensemble"):
         HPSv3.from_pretrained(tmp_path / "joined")
 
 

@@ -83,7 +83,7 @@ def test_contract_and_identity(folder):
 
 
 def test_refusals(folder, tmp_path, images):
-    with pytest.raises(FileNotFoundError, match=r"no aesthetic head 'sac\+logos\+ava1-l14-linearMSE.pth'. Download"):
+    with pytest.raises(FileNotFoundError, match=r"no aesthetic head 'sac\+logos\+ava1-l14-linearMSE.pth'. Give "):
         load_reward("laion_aesthetic", model=folder).score(images, PROMPTS)
     torch.save({"weight": torch.zeros(2, 4), "bias": torch.zeros(2)}, tmp_path / "two.pth")
     with pytest.raises(RewardError, match=r"no linear head: weight must have shape \(1, D\)"):

@@ -92,7 +92,7 @@ def test_a_term_uses_the_deviation_and_a_certain_score_stays(term: dict[str, Any
 def test_without_a_deviation_nothing_can_be_weighed() -> None:
     for how in ("lower_bound", "advantage"):
         config = RewardsConfig(terms={"a": RewardTerm(uncertainty=how)})  # type: ignore[arg-type]
-        with pytest.raises(RewardError, match=r"'(mine|a)' gives no standard deviation.* wrap an ens"):
+        with pytest.raises(RewardError, match=r"'(mine|a)' gives no standard deviation.* Take an ens"):
             text_sum(config, {"a": fixed([1.0, 2, 3])}).score(TEXTS, PROMPTS)
     rewards = {"a": (Doubtful(), 1.0), "b": (Doubtful(), 0.0)}
     for weights in ({"b": 1.0}, {"a": -1.0}, {"c": 1.0}):

@@ -92,7 +92,7 @@ def test_a_model_that_does_not_see_is_refused() -> None:
     processor: Any = tiny_tokenizer()
     with pytest.raises(RewardError, match=r"is no vision-language judge; supported are qwen2_vl, .*internvl"):
         image_encoder(tiny_model(), processor)
-    with pytest.raises(RewardError, match=r"model type 'qwen2_vl'\) with a \w+ is no vision-language judge"):
+    with pytest.raises(RewardError, match=r"\('qwen2_vl'\) with a \w+ is no vision-language judge"):
         image_encoder(tiny_seeing_model(), processor)
 
 
