@@ -174,10 +174,7 @@ def file_triples(pairs: PreferenceSet, folder: Path) -> Examples:
     for number, pair in enumerate(pairs.pairs):
         where = f"row {pairs.row(number)} of '{pairs.name}'"
         if pair.label == 0.5 or "image_refined" not in pair.extra:
-            raise UserError(
-                f"{where} is a tie or has no column image_refined; a triple is two images and that one. visalign "
-                "sample PAIRS.jsonl --refine MODEL draws it."
-            )
+            raise UserError(f"{where} is a tie or lacks image_refined (visalign sample PAIRS.jsonl --refine MODEL).")
         images = (pair.image_left, pair.image_right)
         ascending = images[::-1] if pair.label > 0.5 else images
         rows.append(Row(where, pair.prompt, (*ascending, image_path(dict(pair.extra), "image_refined", folder))))

@@ -84,8 +84,7 @@ def _check_scores(records: Records, task: str) -> None:
     scores = [score for record in records for score in record["scores"]]
     if task == "bce" and (outside := [score for score in scores if not 0 <= score <= 1]):
         raise UserError(
-            f"{len(outside)} scores are outside 0 to 1, such as {outside[0]:g}, and objective.task bce reads "
-            "probabilities. Rescale them, or set objective.task=mse."
+            f"{len(outside)} scores, as {outside[0]:g}, are outside 0 to 1. Rescale them, or set objective.task=mse."
         )
     if task in ("mse", "bce") and len(set(scores)) < 2:
         raise UserError(f"all {len(scores)} scores are {scores[0]:g}, from which nothing is learnt. Add the others.")

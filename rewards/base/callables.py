@@ -196,6 +196,5 @@ def _is_positional(name: str, signature: Parameters) -> bool:
     if len(plain) == len(parameters) == 3 and not names & set(_KNOWN):
         return True
     raise ValueError(
-        f"Reward {name!r} has the parameters ({', '.join(p.name for p in parameters)}) and it cannot be told "
-        f"which are the images. Allowed: {_CALL_FORMS}; rename them."
+        f"Reward {name!r}: which of {', '.join(p.name for p in parameters)} are the images? Use {_CALL_FORMS}."
     )

@@ -279,7 +279,7 @@ def test_what_is_refused_and_with_which_words(inputs: Path, tmp_path: Path) -> N
         ([pair, long], [], r"data.train: the completion 'a+.* has 6\d tokens; the model reads at most"),
         ([{"prompt": "q", "completion": c, "reward": 1} for c in "ab"], [], "none of the 1 prompts has two"),
         ([{"prompt": "q", "completion": c, "label": 1} for c in "ab"], bce, "all 2 scores are 1, from"),
-        ([{"prompt": "q", "completion": "a", "reward": 4}], bce, "1 scores are outside 0 to 1"),
+        ([{"prompt": "q", "completion": "a", "reward": 4}], bce, "1 scores, as 4, are outside 0 to 1"),
         ([{"text": "q"}], [], "prompt"),
     ):
         file = write(tmp_path / "bad.jsonl", rows)

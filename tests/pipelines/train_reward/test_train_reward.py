@@ -236,7 +236,7 @@ def test_files_of_pairs_train_a_judge(models, tmp_path):
 def test_triples_come_from_pairs_with_a_refined_image(models, tmp_path):
     rows = _pairs("t", image_refined="r.png", prompt_refined="a red circle")
     tied = {"train": _set(tmp_path, "tied.jsonl", rows), "heldout": None, "size": None}
-    with pytest.raises(UserError, match=r"row 4 of 'tied' is a tie or has no column image_refined"):
+    with pytest.raises(UserError, match=r"row 4 of 'tied' is a tie or lacks image_refined"):
         prepare_reward(_config(models, "ict", data=tied))
     data = {**tied, "train": _set(tmp_path, "t.jsonl", rows[:3])}
     inputs = prepare_reward(_config(models, "ict", data=data))
@@ -248,7 +248,7 @@ def test_triples_come_from_pairs_with_a_refined_image(models, tmp_path):
     with pytest.raises(UserError, match=r"of data\.heldout are also in data\.train.*r\.png"):
         prepare_reward(_config(models, "ict", data={**data, **held}))
     bare = {**data, "train": _set(tmp_path / "bare", "t.jsonl", _pairs("t"))}
-    with pytest.raises(UserError, match=r"data.train: row 1 of .* has no column image_refined"):
+    with pytest.raises(UserError, match=r"data.train: row 1 of .* lacks image_refined"):
         prepare_reward(_config(models, "ict", data=bare))
 
 
