@@ -133,8 +133,7 @@ class WeightedSum:
         terms, is_raw = ", ".join(units), normalise == "none"
         listed = ", ".join(f"{label} in {unit!r}" for label, unit in units.items())
         return {
-            f"the weights are {weights}; allowed are finite numbers from 0, one above it. The direction is "
-            "the reward's own (higher_is_better), so no weight needs a minus sign": (
+            f"the weights are {weights}; allowed are finite numbers from 0, one above it; none needs a minus": (
                 all(0 <= weight < math.inf for weight in weights.values()) and any(weights.values())
             ),
             f"it would add rewards of clips and of images: {', '.join(of_images)} takes no clip. Let the reward "
@@ -142,23 +141,19 @@ class WeightedSum:
             f"the weights of {', '.join(self._schedules)} leave no term at their beginning or end; let one stay": (
                 not self._schedules or all(any(self._weights(iteration).values()) for iteration in (0, MOST))
             ),
-            f"normalise is {normalise!r}; allowed are 'none', 'batch', or {{label: (mean, std)}}. Within "
-            "groups the advantage normalises (visalign.core)": (
+            f"normalise is {normalise!r}; allowed are 'none', 'batch', or {{label: (mean, std)}}": (
                 isinstance(normalise, Mapping) or normalise in ("none", "batch")
             ),
-            f"it would add different units: {listed}. Allowed: normalise='batch', normalise={{label: (mean, "
-            "std)}, or allow_mixed_units=True when the weights already convert them": (
+            f"it would add different units: {listed}. Allowed: normalise='batch' or fixed, allow_mixed_units=True": (
                 not is_raw or len(set(units.values())) < 2 or allow_mixed_units
             ),
-            f"bounds are {bounds}; needed are finite numbers of rewards with a weight above 0 ({terms}), and "
-            "not normalise='batch', whose mean is always 0": (
+            f"bounds are {bounds}; needed are finite numbers of weighted rewards ({terms}), not normalise='batch'": (
                 not (bounds and self._per_batch)
                 and all(label in units and math.isfinite(value) for label, value in bounds.items())
             ),
             "allow_missing goes without bounds, which hold means of all samples": not (bounds and self._allow_missing),
-            "there is a bound on every term, so nothing is maximised; leave one without": (
-                not bounds or not bounds.keys() >= units.keys()
-            ),
+            "each term has a bound, so none is maximised; leave one without": not bounds
+            or bool(units.keys() - bounds),
             f"advantage_weights are {strengths}; needed are a finite λ ≥ 0 and rewards with a weight above "
             f"0 ({terms})": all(label in units and 0 <= value < math.inf for label, value in strengths.items()),
         }
