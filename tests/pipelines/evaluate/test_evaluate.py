@@ -212,7 +212,7 @@ def test_a_judge_that_always_fails_stops_the_run() -> None:
             nothing = torch.full((len(prompts),), torch.nan)
             return Scores(value=nothing, valid=torch.zeros(len(prompts), dtype=torch.bool), unit="level")
 
-    with pytest.raises(RewardError, match=r"above max_failure_rate"):
+    with pytest.raises(RewardError, match="over max_failure_rate"):
         score_pairs(shapes_pairs(60), Broken())
     with pytest.raises(ValueError, match=r"scored none of 6 pairs"):
         evaluate_preferences(shapes_pairs(6), score_pairs(shapes_pairs(6), Broken()))
