@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -92,13 +91,16 @@ def test_a_corrupted_number_is_named(
     assert lines[-1].endswith(f"{family}/{case}")
 
 
-def test_command_line_from_another_folder(tmp_path: Path) -> None:
+def test_command_line_from_another_folder(
+    runner: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     off = centred(name="trl_grpo_none_s8", outputs={"advantages": [-1.0, 1.1, 0.0]})
     write(tmp_path, "A_advantages", [centred(), centred(name="bad_s0"), off])
-    command = [sys.executable, str(TESTS / "golden_runner.py"), "."]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and "FAIL A_advantages/trl_grpo_none_s8" in done.stdout, done.stderr
-    assert "1 ok, 1 FAIL, 1 unknown" in done.stdout and "unknown variant A_advantages/bad: 1 cases" in done.stdout
+    monkeypatch.chdir(tmp_path)
+    assert runner.main(["."]) == 1
+    printed = capsys.readouterr().out
+    assert "FAIL A_advantages/trl_grpo_none_s8" in printed
+    assert "1 ok, 1 FAIL, 1 unknown" in printed and "unknown variant A_advantages/bad: 1 cases" in printed
 
 
 def test_the_paper_wins_over_the_peer(runner: ModuleType, tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def check_adapter(
     )
     passed = ["protocol", "latents"]
     for check in _CHECKS if save else _CHECKS[:-1]:
-        name, problems = check.__name__.removeprefix("_check_"), check(probe)
+        name, problems = check.__name__[1:].removesuffix("_problems"), check(probe)
         if message := next((message for broken, message in problems if broken), None):
             problems.close()  # its blocks restore the weights
             raise AdapterError(f"{name}: {message}")
@@ -105,7 +105,7 @@ def _other(what: str, tensor: Tensor, shape: Sequence[int], hint: str = "") -> t
     return broken, f"{what} is {tensor.dtype} {tuple(tensor.shape)}. Return float32 {tuple(shape)}{hint}."
 
 
-def _check_sigmas(probe: _Probe) -> Problems:
+def _sigmas_problems(probe: _Probe) -> Problems:
     for timestep_schedule in ("diffusers", "plain"):
         for steps in (1, 4):
             sigmas = probe.policy.sigmas(steps, timestep_schedule=timestep_schedule)
@@ -120,7 +120,7 @@ def _check_sigmas(probe: _Probe) -> Problems:
             yield _other("times of noise levels", probe.policy.times(sigmas), sigmas.shape)
 
 
-def _check_encode(probe: _Probe) -> Problems:
+def _encode_problems(probe: _Probe) -> Problems:
     selected = probe.condition.select(torch.zeros(4, dtype=torch.int64))
     yield (
         len(probe.condition) != 3 or len(selected) != 4,
@@ -129,7 +129,7 @@ def _check_encode(probe: _Probe) -> Problems:
     )
 
 
-def _check_velocity(probe: _Probe) -> Problems:
+def _velocity_problems(probe: _Probe) -> Problems:
     v = probe.velocity()
     yield _other("velocity", v, probe.x.shape, " (call .float() on the model's output)")
     yield (
@@ -146,7 +146,7 @@ def _check_velocity(probe: _Probe) -> Problems:
     )
 
 
-def _check_condition(probe: _Probe) -> Problems:
+def _condition_problems(probe: _Probe) -> Problems:
     condition, index, policy = probe.condition, torch.tensor([2, 1, 0, 0]), probe.policy
     expected = probe.velocity()
     with torch.no_grad():
@@ -164,7 +164,7 @@ def _check_condition(probe: _Probe) -> Problems:
     )
 
 
-def _check_neighbours(probe: _Probe) -> Problems:
+def _neighbours_problems(probe: _Probe) -> Problems:
     batched = probe.velocity()
     for i in range(3):
         row, condition = slice(i, i + 1), probe.condition.select(torch.tensor([i]))
@@ -177,7 +177,7 @@ def _check_neighbours(probe: _Probe) -> Problems:
         )
 
 
-def _check_gradients(probe: _Probe) -> Problems:
+def _gradients_problems(probe: _Probe) -> Problems:
     parameters = probe.policy.trainable_parameters()
     names = [name for name, _ in parameters]
     yield (
@@ -221,7 +221,7 @@ def _perturbed(policy: DiffusionPolicy) -> Iterator[None]:
             p.data.copy_(value)
 
 
-def _check_reference(probe: _Probe) -> Problems:
+def _reference_problems(probe: _Probe) -> Problems:
     policy = probe.policy
     with policy.reference():
         before = probe.velocity()
@@ -250,7 +250,7 @@ def _check_reference(probe: _Probe) -> Problems:
     )
 
 
-def _check_decode(probe: _Probe) -> Problems:
+def _decode_problems(probe: _Probe) -> Problems:
     with torch.no_grad():
         images, single = probe.policy.decode(probe.x), probe.policy.decode(probe.x[1:2])
     yield _other("decode of 3 latents [B, 3, H, W]", images, (3, 3, *images.shape[2:4]))
@@ -265,7 +265,7 @@ def _check_decode(probe: _Probe) -> Problems:
     )
 
 
-def _check_encode_images(probe: _Probe) -> Problems:
+def _encode_images_problems(probe: _Probe) -> Problems:
     policy: Any = probe.policy
     if not hasattr(policy, "encode_images"):
         return
@@ -287,7 +287,7 @@ def _check_encode_images(probe: _Probe) -> Problems:
     )
 
 
-def _check_forward_count(probe: _Probe) -> Problems:
+def _forward_count_problems(probe: _Probe) -> Problems:
     start = astuple(probe.policy.forward_count)
     probe.velocity()
     middle = astuple(probe.policy.forward_count)
@@ -301,7 +301,7 @@ def _check_forward_count(probe: _Probe) -> Problems:
     )
 
 
-def _check_save(probe: _Probe) -> Problems:
+def _save_problems(probe: _Probe) -> Problems:
     policy: Any = probe.policy
     with tempfile.TemporaryDirectory() as name, _perturbed(policy):
         folder = Path(name) / "saved"
@@ -323,7 +323,14 @@ def _check_save(probe: _Probe) -> Problems:
 
 
 _CHECKS: tuple[Callable[[_Probe], Problems], ...] = (
-    *(_check_sigmas, _check_encode, _check_velocity, _check_condition, _check_neighbours, _check_gradients),
-    *(_check_reference, _check_decode, _check_encode_images, _check_forward_count, _check_save),
+    *(
+        _sigmas_problems,
+        _encode_problems,
+        _velocity_problems,
+        _condition_problems,
+        _neighbours_problems,
+        _gradients_problems,
+    ),
+    *(_reference_problems, _decode_problems, _encode_images_problems, _forward_count_problems, _save_problems),
 )
 """In this order; `save` is the last, since it can be left out."""

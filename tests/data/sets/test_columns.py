@@ -44,7 +44,7 @@ def test_a_wrong_map_is_said(tmp_path: Path) -> None:
         load_source(str(tmp_path / "a.csv"), columns=Columns(names={"image": "file", "mos": "scor"}))
     with pytest.raises(UserError, match="write OURS=THEIRS"):
         parse_map(["mos"])
-    with pytest.raises(UserError, match="has a layout of its own"):
+    with pytest.raises(UserError, match="has its own layout"):
         load_source("shapes:pairs", columns=Columns(names={"mos": "x"}))
 
 

@@ -66,7 +66,7 @@ def test_votes_come_from_labels_pairs_and_rewards(tmp_path):
     assert load_votes(_file(tmp_path, PAIR)).records == [VOTE, bad]
     judged = _file(tmp_path, *_judged(("p", "good", 0.7), ("p", "bad", 0.2)))
     assert [r["label"] for r in load_votes(judged, threshold=0.5).records] == [True, False]
-    with pytest.raises(UserError, match="all 2 votes are bad; KTO learns from good and bad"):
+    with pytest.raises(UserError, match="all 2 votes are bad; KTO learns from both"):
         load_votes(judged)
 
 

@@ -73,6 +73,6 @@ def test_training_on_a_held_out_image_is_refused(files: list[str], tmp_path: Pat
     with pytest.raises(
         UserError,
         match=r"1 images of data.heldout are also in data.train: '.*copy.png' \(data.heldout\) is "
-        r"'.*1.png' \(data.train\). Training and test would share them.",
+        r"'.*1.png' \(data.train\). Take each out of one",
     ):
         prepare_reward(config)

@@ -41,15 +41,14 @@ def check_preferences(pairs: PreferenceSet, *, files: bool = True, judge_sees_si
         [(image, pair.split) for pair in pairs.pairs for image in (pair.image_left, pair.image_right)],
         [(" ".join(pair.prompt.split()).lower(), pair.split) for pair in pairs.pairs],
         what="prompts",
-        remedy="Training and test would share them. Put each prompt into one split, or read one split alone "
-        "(split=..., --split).",
+        remedy="Put each prompt into one split, or read one split alone (--split).",
         files=files,
     )
     tied = sum(pair.label == 0.5 for pair in pairs.pairs)
     if tied == len(pairs):
         raise UserError(
-            f"All {len(pairs)} pairs of '{pairs.name}' are ties: there is nothing to agree with. Check which "
-            "column holds the label (left, right, tie, or the share for the left image)."
+            f"All {len(pairs)} pairs of '{pairs.name}' are ties: there is nothing to agree with. Check which column "
+            "holds the label."
         )
     itself = [pairs.row(i) for i, pair in enumerate(pairs.pairs) if pair.image_left == pair.image_right]
     findings = [*_one_side(pairs, judge_sees_sides), *_repeats(pairs)]
@@ -62,10 +61,8 @@ def check_preferences(pairs: PreferenceSet, *, files: bool = True, judge_sees_si
 def check_quality(records: QualitySet, *, files: bool = True) -> list[Finding]:
     """Refuse a quality set on which no correlation is defined or that leaks; report what else is odd."""
     if len({record.mos for record in records.records}) < 2:
-        raise UserError(
-            f"The {len(records)} images of '{records.name}' have one score; a correlation needs two. "
-            "Check which column holds the mean opinion score."
-        )
+        count = f"The {len(records)} images of '{records.name}' have one score"
+        raise UserError(f"{count}; a correlation needs two. Check which column holds the mean opinion score.")
     _refuse_leaks(
         records.name,
         [(record.image, record.split) for record in records.records],
@@ -82,9 +79,8 @@ def check_quality(records: QualitySet, *, files: bool = True) -> list[Finding]:
         first_row, mos = scores.setdefault(key, (row, record.mos))
         if mos != record.mos:
             raise UserError(
-                f"'{record.image}' has the score {mos:g} in row {first_row} and {record.mos:g} in row "
-                f"{row} of '{records.name}'. Keep one of them; or name the column of the raters, whose mean counts: "
-                "--map annotator=COLUMN."
+                f"'{record.image}' has the score {mos:g} in row {first_row} and {record.mos:g} in row {row} of "
+                f"'{records.name}'. Keep one, or name the column of the raters: --map annotator=COLUMN."
             )
         if first_row != row:
             repeated.append(row)
@@ -111,10 +107,7 @@ def refuse_shared_images(sets: Mapping[str, Iterable[str]], *, what: str) -> Non
     """Refuse sets that share an image; `what` says which, e.g. "of data.heldout are also in data.train"."""
     if shared := shared_images(sets):
         names = [f"'{file}' ({name}) is '{other}' ({other_name})" for (file, name), (other, other_name) in shared]
-        raise UserError(
-            f"{len(names)} images {what}: {listed(names)}. Training and test would share them. Take each out "
-            "of one of them."
-        )
+        raise UserError(f"{len(names)} images {what}: {listed(names)}. Take each out of one of them.")
 
 
 def without_duplicates(pairs: PreferenceSet) -> PreferenceSet:
@@ -201,10 +194,8 @@ def _refuse_leaks(
 ) -> None:
     """Refuse missing image files, and images or keys in more than one split; both come with their split or None."""
     if missing := missing_files([reference for reference, _ in images]) if files else []:
-        raise UserError(
-            f"{len(missing)} image files do not exist: {listed(missing)}. Relative paths are taken from the "
-            "folder of the set's file."
-        )
+        where = "Relative paths are taken from the folder of the set's file."
+        raise UserError(f"{len(missing)} image files do not exist: {listed(missing)}. {where}")
     of_key: dict[str, set[str]] = {}
     in_split: dict[str, list[str]] = {}
     for key, split in keys:
@@ -253,8 +244,7 @@ def _one_side(pairs: PreferenceSet, judge_sees_sides: bool) -> list[Finding]:
         return []
     side, count = ("left", lefts) if lefts else ("right", rights)
     message = (
-        f"All {count} winners of '{pairs.name}' are on the {side}: a judge that always says {side} "
-        "would be right every time."
+        f"All {count} winners of '{pairs.name}' are on the {side}: always saying {side} would be right every time."
     )
     if judge_sees_sides:
         raise UserError(f"{message} Mix the sides first (swap_sides, --swap-sides).")

@@ -72,10 +72,8 @@ class Columns:
         for item in self.labels.split(","):
             word, _, side = item.partition("=")
             if side.strip().lower() not in SIDES:
-                raise UserError(
-                    f"--labels is {self.labels!r}; write {' or '.join(CODINGS)}, or words with their sides "
-                    f"({', '.join(SIDES)}), such as 1=left,2=right,0=tie."
-                )
+                forms = f"{' or '.join(CODINGS)}, or words with their sides, such as 1=left,2=right,0=tie"
+                raise UserError(f"--labels is {self.labels!r}; write {forms}.")
             shares[_word(word)] = SIDES[side.strip().lower()]
         return shares
 
@@ -223,10 +221,8 @@ def _read_label(value: Any, coding: Mapping[str, float] | str | None) -> float:
     elif coding == "margin":
         allowed = "--labels margin needs a number, above 0 for the left image"
     else:
-        allowed = (
-            f"needed is {', '.join(SIDES)}, or the share for the left image, 0 to 1. Say what others mean: "
-            "--labels margin (above 0 for left), or each with its side, --labels 1=left,2=right,0=tie"
-        )
+        allowed = f"needed is {', '.join(SIDES)}, or the share for the left image, 0 to 1. Say what others mean: "
+        allowed += "--labels margin (above 0 for left), or each with its side, --labels 1=left,2=right,0=tie"
     raise UserError(f"the label is {excerpt(value)}; {allowed}.")
 
 

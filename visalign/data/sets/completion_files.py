@@ -80,11 +80,7 @@ def load_votes(
             for name in PAIR:
                 votes.append((number, {**with_answer(rest, "completion", row, name), "label": name == "chosen"}))
             continue
-        label = parse_bool(row["label"]) if "label" in row else row["reward"] >= threshold
-        if label is None:
-            raise UserError(
-                f"Row {number} of '{path}': label {excerpt(row['label'])} is neither true (good) nor false (bad)."
-            )
+        label = _label(f"Row {number} of '{path}'", row) if "label" in row else row["reward"] >= threshold
         votes.append((number, {**row, "label": label}))
     completions = _drop_unusable(path, votes, drop=unusable == "drop")
     check_votes(str(path), completions.records)
@@ -112,9 +108,7 @@ def load_rankings(
         elif RANKED[0] in row and RANKED[1] in row:
             rankings[index] = {name: row[name] for name in ("prompt", *RANKED)}
         else:
-            score = row["reward"] if "reward" in row else parse_bool(row["label"])
-            if score is None:
-                raise UserError(f"'{path}': the label {excerpt(row['label'])} is neither true (good) nor false (bad).")
+            score = row["reward"] if "reward" in row else _label(f"'{path}'", row)
             entry = rankings.setdefault(_key(row), {"prompt": row["prompt"], "completions": [], "scores": []})
             entry["completions"].append(row["completion"])
             entry["scores"].append(float(score))
@@ -124,6 +118,12 @@ def load_rankings(
             scores.setdefault(text, []).append(score)
         ranking |= {"completions": [*scores], "scores": [sum(s) / len(s) for s in scores.values()]}
     return JudgedCompletions(records=[*rankings.values()], left_out=usable.left_out)
+
+
+def _label(where: str, row: Record) -> bool:
+    if (label := parse_bool(row["label"])) is None:
+        raise UserError(f"{where}: label {excerpt(row['label'])} is neither true nor false.")
+    return label
 
 
 def _whole_answers(prompt: Any, texts: list[str]) -> tuple[Any, list[str]]:
@@ -148,8 +148,8 @@ def check_votes(where: str, votes: Sequence[Mapping[str, Any]]) -> None:
     good = sum(record["label"] for record in votes)
     if good in (0, len(votes)):
         raise UserError(
-            f"{where}: all {len(votes)} votes are {'good' if good else 'bad'}; KTO learns from good and bad "
-            "completions. Add the others, or move data.threshold where the votes are made of rewards."
+            f"{where}: all {len(votes)} votes are {'good' if good else 'bad'}; KTO learns from both. Add the others, "
+            "or move data.threshold where votes are made of rewards."
         )
 
 
@@ -250,7 +250,7 @@ def _drop_unusable(path: str | Path, rows: Sequence[NumberedRecord], *, drop: bo
     for fault, numbers in faults.items():
         if not drop:
             raise UserError(
-                f"{len(numbers)} of {len(rows)} records of '{path}' have {fault} completions, from which "
-                f"nothing is learnt: rows {listed(numbers)}. Remove them; data.unusable=drop leaves them out."
+                f"{len(numbers)} of {len(rows)} records of '{path}' have {fault} completions: rows {listed(numbers)}. "
+                "Remove them; data.unusable=drop leaves them out."
             )
     return JudgedCompletions(records=records, left_out={fault: len(ns) for fault, ns in faults.items()})

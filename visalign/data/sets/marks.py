@@ -52,22 +52,21 @@ def _covered(start: float, end: float) -> NDArray[np.float64]:
 
 def load_marks(path: str | Path, *, limit: int | None = None) -> list[MarkedImage]:
     """Read the images of an export, a pair as two; `limit` counts images."""
-    if not Path(path).is_file():
-        raise UserError(f"There is no file '{path}'. Write it: visalign collect VOTES.sqlite --export FILE.jsonl.")
-    images = [marked for number, row in read_table(path, {}) for marked in _checked_row(Path(path), number, row)]
+    path, images = Path(path), list[MarkedImage]()
+    remedy = "Write it: visalign collect VOTES.sqlite --export FILE.jsonl."
+    if not path.is_file():
+        raise UserError(f"There is no file '{path}'. {remedy}")
+    for number, row in read_table(path, {}):
+        try:
+            images += _read_row(path, number, row)
+        except UserError:
+            raise
+        except (TypeError, AttributeError, KeyError, ValueError, ZeroDivisionError) as error:
+            fault = f"row {number} of '{path.name}' is no row of an export of visalign collect"
+            raise UserError(f"{fault}: {error}. {remedy}") from error
     if not images:
         raise UserError(f"'{path}' has no row.")
     return images[:limit]
-
-
-def _checked_row(path: Path, number: int, row: dict[str, Any]) -> list[MarkedImage]:
-    try:
-        return list(_read_row(path, number, row))
-    except UserError:
-        raise
-    except (TypeError, AttributeError, KeyError, ValueError, ZeroDivisionError) as error:
-        fault = f"row {number} of '{path.name}' is no row of an export of visalign collect"
-        raise UserError(f"{fault}: {error}. Write it: visalign collect VOTES.sqlite --export FILE.jsonl.") from error
 
 
 def _read_row(path: Path, number: int, row: dict[str, Any]) -> Iterator[MarkedImage]:
@@ -108,6 +107,6 @@ def _read_box(where: str, box: Any, sides: Sequence[str]) -> tuple[str, tuple[fl
     if not is_inside:
         raise UserError(
             f"{where}: the box {excerpt(box)} does not lie inside an image. Boxes are [side, left, top, right, "
-            f"bottom] with side {' or '.join(sides)} and shares of the image from 0 to 1, left < right, top < bottom."
+            f"bottom] with side {' or '.join(sides)} and shares of the image from 0 to 1."
         )
     return side, (left, top, right, bottom)

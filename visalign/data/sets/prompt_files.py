@@ -195,10 +195,8 @@ def _read_captions(folder: Path) -> list[str]:
     files = [next(filter(Path.is_file, map(path.with_suffix, CAPTIONS)), None) for path in images]
     captions = [" ".join(" ".join(_read_lines(file, f"'{file}'")).split()) for file in files if file is not None]
     if not any(captions):
-        raise UserError(
-            f"the folder '{folder}' holds {len(images)} images and no captions: cat.png has its caption in cat.txt or "
-            "cat.caption; or give a table of captions."
-        )
+        where = "cat.png has its caption in cat.txt or cat.caption; or give a table of captions"
+        raise UserError(f"the folder '{folder}' holds {len(images)} images and no captions: {where}.")
     if missing := [path.name for path, file in zip(images, files, strict=True) if file is None]:
         warnings.warn(f"{len(missing)} of {len(images)} images have no caption: {listed(missing)}.", stacklevel=2)
     return list(filter(None, captions))
@@ -211,11 +209,10 @@ def check_sources(records: Iterable[tuple[str, Record]], *, needed: bool, severa
     """
     images: dict[str, str] = {}  # path -> where it is named
     for where, record in records:
-        source = record.get("source")
-        if source is None and not needed:
+        if (source := record.get("source")) is None:
+            if needed:
+                raise UserError(f"{where} has no 'source', the image that the model edits. {remedy}")
             continue
-        if source is None:
-            raise UserError(f"{where} has no 'source', the image that the model edits. {remedy}")
         paths = listed_sources(source)
         if not paths or not all(isinstance(path, str) for path in paths) or (len(paths) > 1 and not several):
             allowed = "or a list of them" if several else "one, since the model edits one image"
@@ -227,8 +224,8 @@ def check_sources(records: Iterable[tuple[str, Record]], *, needed: bool, severa
             if reason is not None:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise UserError(
-                    f"{where}: the source {excerpt(path)} is no image that can be read ({reason}). Correct the "
-                    f"path, which is relative to the working directory ({Path.cwd()}), or remove the line."
+                    f"{where}: the source {excerpt(path)} is no image that can be read ({reason}). Correct the path, "
+                    f"relative to {Path.cwd()}, or remove the line."
                 )
 
 
@@ -258,9 +255,7 @@ def load_demonstrations(
     """
     table, name = find_table(path), f"file of demonstrations '{path}'"
     if table.suffix.lower() not in READERS or not table.is_file():
-        raise UserError(
-            f"there is no {name}; give a {', '.join(READERS)} file, a prompt and its completion a row, or {FORMS}."
-        )
+        raise UserError(f"there is no {name}; give a {', '.join(READERS)} file, or {FORMS}.")
     records = []
     for where, _, row in _records(table, f"'{path}'"):
         record = _check_prompt(where, _split_messages(row), names or {}, chat=True, example=EXAMPLE)

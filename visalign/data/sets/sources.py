@@ -49,9 +49,7 @@ def load_source(
     layouts = (*PAIR_LAYOUTS, *QUALITY_LAYOUTS)
     has_layout = is_named_set(source)
     if has_layout and columns is not None and (columns.names or columns.labels):
-        raise UserError(
-            f"--map, --labels and --scores NAME=COLUMN are for tables, and '{source}' has a layout of its own."
-        )
+        raise UserError(f"--map, --labels and --scores NAME=COLUMN are for tables; '{source}' has its own layout.")
     if source in GENERATED:
         generate = shapes_pairs if source == GENERATED[0] else shapes_quality
         return generate(SHAPES_PAIRS if limit is None else limit, split=split or "heldout")
@@ -226,15 +224,12 @@ def join_scores(source: PreferenceSet | QualitySet, path: str | Path) -> Prefere
         records.append(replace(record, extra=columns | dict(record.extra)))
     if not matched:
         raise UserError(
-            f"None of the images of '{source.name}' is in '{path}', which names "
-            f"{listed(list(full_paths), limit=2)}. Images match by path, or by a file name that is unique."
+            f"None of the images of '{source.name}' is in '{path}', which names {listed(list(full_paths), limit=2)}. "
+            "Images match by path, or by a file name that is unique."
         )
     if matched < len(source):
-        warnings.warn(
-            f"'{path}' has scores for {matched} of {len(source)} records of '{source.name}'; the others "
-            "count as failed.",
-            stacklevel=2,
-        )
+        counts = f"{matched} of {len(source)} records of '{source.name}'"
+        warnings.warn(f"'{path}' has scores for {counts}; the others count as failed.", stacklevel=2)
     return replace(source, **{"pairs" if isinstance(source, PreferenceSet) else "records": tuple(records)})
 
 
@@ -256,13 +251,18 @@ def _scores_by_image(path: Path) -> tuple[dict[str, Row], dict[str, str]]:
     return scores, full_paths
 
 
+def _generator(count: int, seed: int, split: str) -> ShapesPreferences:
+    if count > MOST_GENERATED:
+        raise UserError(f"A generated set has at most {MOST_GENERATED} records; got {count}. Give a smaller number.")
+    return ShapesPreferences(seed, split=split)
+
+
 def shapes_pairs(count: int, *, seed: int = 0, split: str = "heldout") -> PreferenceSet:
     """Generate voted pairs of the shapes world; images are drawn when they are opened.
 
     `extra` has the true utilities, the kind of difference, GenEval's record, and a teacher's reason.
     """
-    _check_count(count)
-    source = ShapesPreferences(seed, split=split)
+    source = _generator(count, seed, split)
     pairs = []
     for number in range(count):
         pair = source.pair(number)
@@ -293,23 +293,16 @@ def task_pairs(count: int | None = None, *, split: str = "heldout") -> Preferenc
     return PreferenceSet(name="task-pairs", pairs=tuple(map(read_pair, rows)))
 
 
-def _check_count(count: int) -> None:
-    if count > MOST_GENERATED:
-        raise UserError(f"A generated set has at most {MOST_GENERATED} records; got {count}. Give a smaller number.")
-
-
 def shapes_images(count: int = 2000, *, seed: int = 0, split: str = "train") -> list[tuple[str, str]]:
     """Generate (reference, prompt) of images of the shapes world that satisfy their prompts."""
-    _check_count(count)
-    source = ShapesPreferences(seed, split=split)
+    source = _generator(count, seed, split)
     prompts = (source.image(number)[0]["prompt"] for number in range(count))
     return [(shapes_reference(split, seed, "image", number), prompt) for number, prompt in enumerate(prompts)]
 
 
 def shapes_quality(count: int, *, seed: int = 0, split: str = "heldout") -> QualitySet:
     """Generate rated images of the shapes world, "train" or "heldout"."""
-    _check_count(count)
-    source = ShapesPreferences(seed, split=split)
+    source = _generator(count, seed, split)
     records = (
         QualityRecord(
             image=shapes_reference(split, seed, "quality", number),

@@ -38,9 +38,16 @@ def read_rows(path: str | Path, *, columns: Sequence[str] | None = None) -> Numb
     if reader is None or not path.is_file():
         raise UserError(f"There is no table '{path}'. Give an existing file that ends in {', '.join(READERS)}.")
     try:
-        yield from split_annotations(path, reader(path, columns))
+        yield from split_annotations(path, _objects(path, reader(path, columns)))
     except UnicodeDecodeError as error:
         raise UserError(f"'{path}' is not UTF-8 text ({error.reason}); save it as UTF-8.") from error
+
+
+def _objects(path: Path, rows: NumberedRows) -> NumberedRows:
+    for number, row in rows:
+        if not isinstance(row, dict):
+            raise UserError(f"Row {number} of '{path}' is a {type(row).__name__}, needed is an object.")
+        yield number, row
 
 
 def first_row(path: Path) -> Row:
@@ -128,18 +135,12 @@ def listed(items: Sequence[Any], *, limit: int = 5) -> str:
     return f"{text} and {len(items) - limit} more" if len(items) > limit else text
 
 
-def _require_object(path: Path, number: int, row: Any) -> Row:
-    if not isinstance(row, dict):
-        raise UserError(f"Row {number} of '{path}' is a {type(row).__name__}, needed is an object.")
-    return row
-
-
 def _read_jsonl(path: Path, _: Sequence[str] | None) -> NumberedRows:
     with path.open(encoding="utf-8-sig", newline="\n") as file:
         for number, line in enumerate(file, 1):
             line = line.lstrip("\ufeff")  # joined files have marks inside
             if line.strip():
-                yield number, _require_object(path, number, parse_json(line, f"Line {number} of '{path}'"))
+                yield number, parse_json(line, f"Line {number} of '{path}'")
 
 
 def _read_json(path: Path, columns: Sequence[str] | None) -> NumberedRows:
@@ -151,8 +152,7 @@ def _read_json(path: Path, columns: Sequence[str] | None) -> NumberedRows:
             raise UserError(f"'{path}' is not JSON ({why_unreadable(error)}); it may be cut short.") from error
         yield from _read_jsonl(path, columns)  # many tools write one object per line to .json as well
         return
-    for number, row in enumerate(value if isinstance(value, list) else _table_rows(path, value), 1):
-        yield number, _require_object(path, number, row)
+    yield from enumerate(value if isinstance(value, list) else _table_rows(path, value), 1)
 
 
 def _table_rows(path: Path, value: Any) -> list[Row]:
@@ -203,9 +203,9 @@ def _read_delimited(path: Path, _: Sequence[str] | None) -> NumberedRows:
                 raise UserError(f"'{path}' needs a first line that names the columns, each once.")
             for values in filter(None, lines):
                 if len(values) != len(names):
+                    fault = f"has {len(values)} fields, the first line names {len(names)} columns"
                     raise UserError(
-                        f"Line {lines.line_num} of '{path}' has {len(values)} fields, the first line names "
-                        f"{len(names)} columns. Quote fields that hold '{delimiter}'."
+                        f"Line {lines.line_num} of '{path}' {fault}. Quote fields that hold '{delimiter}'."
                     )
                 if delimiter != ",":  # a comma inside a number then separates its decimals
                     values = [v.replace(",", ".") if _DECIMAL_COMMA.fullmatch(v) else v for v in values]

@@ -132,8 +132,8 @@ def text_tasks(
                 break
         else:
             raise UserError(
-                f"task {task!r} has too few {split} problems of levels {list(levels)} for {count} records "
-                f"without repeats; {len(records)} were found. Ask for fewer, or allow more levels or tasks."
+                f"task {task!r} has {len(records)} {split} problems of levels {list(levels)} for {count} records, "
+                "without repeats. Ask for fewer, or allow more levels or tasks."
             )
     return records
 
