@@ -323,14 +323,8 @@ def _save_problems(probe: _Probe) -> Problems:
 
 
 _CHECKS: tuple[Callable[[_Probe], Problems], ...] = (
-    *(
-        _sigmas_problems,
-        _encode_problems,
-        _velocity_problems,
-        _condition_problems,
-        _neighbours_problems,
-        _gradients_problems,
-    ),
-    *(_reference_problems, _decode_problems, _encode_images_problems, _forward_count_problems, _save_problems),
+    *(_sigmas_problems, _encode_problems, _velocity_problems, _condition_problems, _neighbours_problems),
+    *(_gradients_problems, _reference_problems, _decode_problems, _encode_images_problems),
+    *(_forward_count_problems, _save_problems),
 )
 """In this order; `save` is the last, since it can be left out."""

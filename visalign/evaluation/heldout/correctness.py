@@ -110,10 +110,8 @@ def verdict(name: str, reward: Any, scores: Scores) -> Tensor:
 
 
 def check_judge(name: str, reward: PointwiseReward, record: Mapping[str, Any]) -> None:
-    """Refuse a reward that cannot say correct or wrong, before anything is sampled.
-
-    A range of (0, 1) is enough; otherwise the reward must give the part for one grey image. A reward that
-    cannot score that image is left to the evaluation itself.
+    """Refuse a reward that cannot say correct or wrong, before anything is sampled: by its range, or on one grey
+    image.
     """
     if tuple(reward.range) == (0.0, 1.0):
         return

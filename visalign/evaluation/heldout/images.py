@@ -38,13 +38,11 @@ def evaluate(
     solver: str = "euler",
     on_images: Callable[[slice, Tensor], object] | None = None,
 ) -> HeldoutResult:
-    """Sample every record once per seed along the ODE, without noise on the way, and score the images.
+    """Sample every record once per seed along the ODE, from noise by prompt, source and seed, and score the images.
 
-    The starting noise is a function of prompt, source and seed; no global random state is read or changed.
-    The reward `correctness` gives the verdicts: its part `correct`, else its best value is correct. At most
-    `max_images` images, evenly spaced over the samples, are kept for a page, `image_side` pixels on the
-    longer side at most. `share` (r, w) is the r-th of w equal shares of the samples, see `joined`. A record may
-    name its `source` and `tag`. `on_images` gets the rows of each batch and its images [B, 3, H, W].
+    The reward `correctness` gives the verdicts. At most `max_images` images, evenly spaced, are kept for a page, with
+    `image_side` pixels at most. `share` (r, w) is the r-th of w equal shares of the samples, see
+    `joined`. `on_images` gets the rows of each batch and its images [B, 3, H, W].
     """
     check_evaluation(rewards, records, seeds, correctness, batch_size)
     total = len(records) * len(seeds)

@@ -27,10 +27,7 @@ _FORMAT = "visalign held-out result 1"
 
 @dataclass(frozen=True, kw_only=True)
 class HeldoutResult:
-    """N = records × seeds samples, the seeds of a record next to each other; a sample without a score is NaN.
-
-    Means and accuracies are over the samples with a score or verdict; the rest is counted.
-    """
+    """N = records × seeds samples, those of a record together; NaN and means without those that have no score."""
 
     prompts: tuple[str, ...]
     """[N]."""
@@ -93,11 +90,10 @@ class HeldoutResult:
         return counts
 
     def changes(self, before: HeldoutResult, rows: Sequence[int], labels: Iterable[str]) -> dict[str, float]:
-        """Return label -> mean change of a reward or of the "accuracy" in standard errors; > 0 is better.
+        """Return label -> mean change of a reward or of the "accuracy" in standard errors, > 0 better, paired (n ≥ 2).
 
-        Paired over the n samples that have a value on both sides. Where all change alike there is no error;
-        the number is then that of one more sample without a change: n or −n. Labels with n < 2 are left out.
-        `rows` [N] is the index into `before` of each sample here; another prompt or seed there is left out.
+        Where all change alike it is that of one more sample without a change: n or −n. `rows` [N] are the samples'
+        indices in `before`; another prompt or seed there is left out.
         """
         keys, old_keys = self.keys, before.keys
         pairs = [

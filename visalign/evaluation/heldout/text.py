@@ -54,8 +54,7 @@ def evaluate_text(
 ) -> HeldoutResult:
     """Complete every record once per seed, and once greedily, and score the completions.
 
-    A completion does not depend on the other records. The reward labelled `correctness` gives the verdicts; the
-    scores get `GREEDY`, `ANY`, `LENGTH` and `ENTROPY`. "tag" or "task" is a record's category.
+    The reward labelled `correctness` gives the verdicts; scores get `GREEDY`, `ANY`, `LENGTH`, `ENTROPY`.
     """
     check_evaluation(rewards, records, seeds, correctness)
     check_labels(rewards)

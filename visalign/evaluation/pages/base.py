@@ -45,12 +45,10 @@ def render_page(
     banners: Sequence[str] = (),
     **values: Any,
 ) -> str:
-    """Render a page that extends `page.html.j2`: one file, no network, light or dark, any width.
+    """Render a page that extends `page.html.j2`: one file, no network, any width, everything escaped.
 
-    Its script (`page.js`, for sorting, filtering, copying and enlarging) is the only one that the page's security
-    policy lets run, by its hash. Everything in it is escaped, and an undefined name is an error. `models` are (reward,
-    its model and identity) for the footer, as is `command` unless this process runs a command line; `banners` are
-    warnings above everything else, such as that the numbers mean nothing.
+    Its script (`page.js`) is the only one that its security policy lets run, by its hash. `models` are (reward, its
+    model and identity) for the footer, as is `command` unless a command line runs; `banners` are warnings above all.
     """
     filters = (
         plain,
@@ -150,9 +148,7 @@ def embedded_text(text: str) -> dict[str, Any]:
 def embedded(image: Tensor, *, side: int = LARGEST_SIDE) -> dict[str, Any]:
     """Encode an image [3, H, W] in [0, 1] for a page, its longest side at most `side` pixels.
 
-    Returns:
-        `source`, a data: URI; `width` and `height` of the image itself; `pixelated`, True where it is small
-        enough to be enlarged as squares.
+    Returns `source`, a data: URI, its `width` and `height`, and whether it is `pixelated`, small enough for squares.
     """
     height, width = image.shape[1:]
     pixels = image.detach().float().cpu()

@@ -123,8 +123,7 @@ def panels(
 ) -> tuple[tuple[Panel, ...], str]:
     """Draw every curve that has finite values; return its panels, and sentences that name the others.
 
-    `metrics` are rows of metrics.jsonl; null or a non-finite number leaves a gap that the note counts. `start` has
-    values at iteration 0, for numbers measured before training.
+    `metrics` are rows of metrics.jsonl, whose gaps are counted; `start` has values from before training.
     """
     series = [(curve, *_series(metrics, curve, start or {})) for curve in curves]
     drawn = []

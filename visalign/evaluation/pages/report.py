@@ -45,12 +45,9 @@ def write_report(
 ) -> Path:
     """Write `report.html` into a run's folder, atomically, and return its path.
 
-    `before` and `after` are held-out evaluations of the same prompts and seeds; `metrics` are rows of metrics.jsonl.
-    All `costs` are optional: `seconds`, `phases` {name: seconds}, `forward_equivalents_per_image`, `peak_memory_bytes`
-    (or {"host": ..., "cuda": ...}); others are shown under their names. `start` has the first points of the curves,
-    metric -> value before training; the first of `main_rewards` is the headline of a run without verdicts;
-    `trained_prompts` counts the held-out prompts that were trained on (None: unknown); `over_time` are (iterations
-    finished, PNG) of the same prompts.
+    `before` and `after` are held-out evaluations of the same samples, `metrics` rows of metrics.jsonl, `start` values
+    before training, `costs` optional numbers under their names. The first of `main_rewards` is the headline without
+    verdicts; `trained_prompts` counts held-out prompts that were trained on; `over_time` are (iterations, PNG).
     """
     comparison, kind = compare(before, after), wording.kind_of(after)
     order = [*main_rewards, *after.scores]
@@ -101,11 +98,10 @@ def write_summary(
     config: Mapping[str, Any] | Any,
     versions: Mapping[str, str],
 ) -> Path:
-    """Write `summary.json`, atomically.
+    """Write `summary.json`, atomically; numbers that are not finite are null.
 
-    Keys: `before` and `after` (see `HeldoutResult.to_dict`); `gain`, the change of the accuracy with its paired
-    interval; `changes` per category and reward; all of `costs`, where `seconds`, `forward_equivalents_per_image` and
-    `peak_memory_bytes` are null if not given; `config`; `versions`. Non-finite numbers are null.
+    Keys: `before`, `after`, `gain` (of the accuracy, with its paired interval), `changes` per category and reward, all
+    of `costs` (null where unknown), `config`, `versions`.
     """
     comparison = compare(before, after)
     nulls = dict.fromkeys(("seconds", "forward_equivalents_per_image", "peak_memory_bytes"))

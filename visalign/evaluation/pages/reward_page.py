@@ -142,10 +142,7 @@ def fusion_line(result: Mapping[str, Any]) -> str:
 
 
 def comparison_lines(result: Mapping[str, Any]) -> list[str]:
-    """Write the comparisons in words.
-
-    With a fused reward, its comparison with the best member; else all of up to three rewards, and of more
-    those of the leader with the next two.
+    """Write comparisons in words: the fused reward's with the best member, or the leader's, or all of three rewards.
     """
     comparisons, fusion = result["comparisons"], result["fusion"]
     ranking = [row["judge"] for row in (result["leaderboard"] or {"rows": []})["rows"]]

@@ -16,10 +16,9 @@ def sample_page(
     rewards: Mapping[str, str],
     facts: Sequence[tuple[str, Any]],
 ) -> str:
-    """Render the result of `visalign sample`; images are linked by their names, and videos play.
+    """Render the result of `visalign sample`, with links to images; rows of a prompt's seeds lie together.
 
-    The seeds of a prompt lie next to each other in the rows, as many of each. The size is (width, height),
-    `rewards` label -> unit, `facts` the settings.
+    The size is (width, height), `rewards` label -> unit, `facts` the settings.
     """
     columns = len({row["seed"] for row in rows})
     headlines = []

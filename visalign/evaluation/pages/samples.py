@@ -103,10 +103,9 @@ def take_in_turn(candidates: Iterable[int], result: HeldoutResult, limit: int) -
 
 
 def shot(row: int, result: HeldoutResult) -> dict[str, Any]:
-    """Encode one sample with its verdict; for images `row` must be in `image_index`.
+    """Encode one sample with its verdict; an image (`source`, `row` in `image_index`) or a completion (`text`).
 
-    `source` is the data: URI of an image, `text` a completion, each empty for the other; `scores` are those
-    of the rewards other than the one for the verdicts.
+    `scores` are those of the rewards other than the one for the verdicts.
     """
     verdict = "no verdict" if not result.judged[row] else "correct" if result.correct[row] else "wrong"
     entry = {"verdict": verdict, "reason": "" if verdict == "correct" else result.reasons[row]}

@@ -53,11 +53,9 @@ Array = NDArray[np.float64]
 def level_report(
     label: str, x: float | None, response: Array, reasons: Sequence[str | None], *, left_out: int = 0
 ) -> dict[str, Any]:
-    """Summarise the responses [N] of the samples to which one level applies, JSON-able.
+    """Summarise the responses [N] of samples to a level, JSON-able; it does not apply to `left_out`.
 
-    Returns:
-        mean, low, high (of the mean), size (mean of |r|) with its ends, largest |r|, share that rose, counts;
-        `left_out` samples, to which the level does not apply.
+    Returns mean, low, high, size (mean of |r|) with its ends, largest |r|, share that rose, counts.
     """
     valid = response[np.isfinite(response)]
     counts = Counter(reason for reason in reasons if reason)
@@ -116,9 +114,9 @@ def share_report(
 
 
 def circle_chance(ties: float) -> float:
-    """Compute how often three random pairwise answers contradict each other, given the share of ties.
+    """Compute how often three random pairwise answers, a share t of them ties, contradict each other.
 
-    (1 − t)³ / 4 of three decided answers run in a circle, and half of 3 t (1 − t)² with one tie do.
+    That is (1 − t)³ / 4 of three decided answers, and half of 3 t (1 − t)² with one tie.
     """
     return (1 - ties) ** 3 / 4 + 1.5 * ties * (1 - ties) ** 2
 

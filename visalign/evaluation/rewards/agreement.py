@@ -44,12 +44,8 @@ def agreement(
 ) -> list[dict[str, Any]]:
     """Measure the agreement of every two of M ≥ 2 rewards by scores [M, N], higher better, NaN where one failed.
 
-    Prompts [N] group the images; the bootstrap draws prompts.
-
-    Returns:
-        Per pair: `first`, `second`, `images` (scored by both), `overall` and `within` (Spearman with the ends
-        of its interval), `kendall_b`, `same_choice` (share of the pairs of one prompt that both put in the
-        same order), `pairs`, `note` where something is not defined.
+    The bootstrap draws `prompts` [N]. Per pair: `first`, `second`, `images`, `overall` and `within` (Spearman, with
+    its interval), `kendall_b`, `same_choice` (share of `pairs` of one prompt in the same order), `note`.
     """
     rows, (groups, _) = np.asarray(values, dtype=np.float64), cluster_index(prompts)
     pairs = combinations(zip(names, rows, strict=True), 2)
@@ -118,9 +114,8 @@ def same_order(x: Array, y: Array, groups: NDArray[np.int64]) -> tuple[float | N
 def within_groups(
     x: ArrayLike, y: ArrayLike, groups: NDArray[np.int64], *, generator: torch.Generator, resamples: int = RESAMPLES
 ) -> tuple[float, Array]:
-    """Compute Pearson's r of the ranks within groups [N], pooled, and its draws over whole groups.
-
-    NaN, and no draws, where no group has two samples that both sides tell apart.
+    """Pearson's r of ranks within groups [N], pooled, and its draws over groups; NaN, and none, without a usable
+    group.
     """
     a, b = (_within_ranks(np.asarray(side, dtype=np.float64), groups) for side in (x, y))
     sums = cluster_sums(np.stack([a * b, a * a, b * b], axis=1), groups, int(groups.max()) + 1)

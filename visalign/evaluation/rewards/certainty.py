@@ -115,11 +115,10 @@ def _bins(curve: Reliability) -> list[dict[str, float | None]]:
 
 
 def selective_numbers(judged: JudgedPairs, settings: IntervalSettings) -> dict[str, Any] | None:
-    """Measure how well margin, std, and both together predict the reward's errors.
+    """Measure how well margin, std, and both (the scaled probability) predict the reward's errors; None if all tied.
 
-    Pairs that people tied are left out; None where people tied all. Returns signal -> AUROC of the errors on
-    the `pairs` that the reward decided (a predicted tie is no error and no hit), AURC and risk at some
-    coverages with half an error for a predicted tie, the curve. "both" orders by the scaled probability.
+    Signal -> AUROC of errors on the `pairs` that people and reward decided, AURC, risk at some coverages (a tie is
+    half an error), and its curve.
     """
     decided = judged.label != 0.5
     if not decided.any():
@@ -161,12 +160,11 @@ def _signal_numbers(
 
 
 def std_numbers(judged: JudgedPairs, settings: IntervalSettings) -> dict[str, Any] | None:
-    """Measure whether the std predicts the noise of people's votes, and what it adds to the margin.
+    """Measure whether the std predicts the noise of people's votes, and what it adds to the margin; None without a
+    std.
 
-    Returns `pairs` with two votes or more; `srcc_votes`, rank correlation of the std with the chance that two
-    people vote differently; `srcc_votes_given_margin`, the same with the ranks of |margin| held fixed;
-    `nll_gain`, nats a pair by which scaling by margin and std beats scaling by the margin alone, both
-    cross-fitted. None for a reward without a std.
+    `srcc_votes` is its rank correlation with the chance that two of a pair's people differ, `srcc_votes_given_margin`
+    with |margin| held fixed; `nll_gain` is what scaling by it adds, nats, cross-fitted.
     """
     if judged.std is None:
         return None

@@ -38,12 +38,9 @@ WORST = 6
 def compare_on_preferences(
     pairs: PreferenceSet, first: PairScores, second: PairScores, settings: IntervalSettings | None = None
 ) -> dict[str, Any]:
-    """Compare two rewards on the pairs that both scored and people did not tie, prompt by prompt.
+    """Compare two rewards on the pairs that both scored and people did not tie; ValueError if there is none.
 
-    Returns:
-        JSON-able: `difference` (first − second, with its interval), `mcnemar` (the exact test of the same
-        difference, prompts flipped whole), `power` (the pairs that the difference needs), `pairs`. A
-        ValueError names rewards without a common pair.
+    JSON-able: `difference` (first − second, with its interval), `mcnemar` (its exact test), `power`, `pairs`.
     """
     settings = settings or IntervalSettings()
     label = pair_labels(pairs)
@@ -67,12 +64,10 @@ def compare_on_preferences(
 def compare_on_quality(
     records: QualitySet, first: QualityScores, second: QualityScores, settings: IntervalSettings | None = None
 ) -> dict[str, Any]:
-    """Compare two rewards on the images that both scored.
+    """Compare two rewards on the images that both scored; ValueError where no correlation is defined.
 
-    Returns:
-        JSON-able: `difference` of the SRCC (first − second) with its paired interval, `p_value` (Student's t
-        of the difference over the deviation of its draws), `power`, `images`, `agreement` (SRCC of the two
-        rewards with one another). A ValueError says why no correlation is defined.
+    JSON-able: `difference` of the SRCC (first − second, paired interval), `p_value` (Student's t), `power`, `images`,
+    `agreement` (SRCC of the two).
     """
     settings = settings or IntervalSettings()
     shared = first.judged & second.judged
@@ -109,12 +104,10 @@ def leaderboard(
     comparisons: Sequence[Mapping[str, Any]],
     settings: IntervalSettings,
 ) -> dict[str, Any] | None:
-    """Rank rewards on the records that all of them scored.
+    """Rank rewards on the records that all of them scored; None for one reward, or without such a record.
 
-    Returns:
-        JSON-able: `on` (how many records), `of`, `rows`, best first: `judge`, the headline's `estimate` with `low` and
-        `high` that hold for all rewards together (Bonferroni), and the places that no clear comparison excludes,
-        `best_place` to `worst_place`. None for a single reward, or where no record was scored by all.
+    JSON-able: `on` so many, `of`, `rows`, best first, with `judge`, `estimate`, `low` and `high` for all together
+    (Bonferroni), `best_place` to `worst_place`.
     """
     if len(scores) < 2:
         return None
@@ -148,11 +141,10 @@ def _in_order(rows: Sequence[dict[str, Any]], comparisons: Sequence[Mapping[str,
 
 
 def leaderboard_of_sets(results: Mapping[str, Mapping[str, Any]], *, level: float) -> dict[str, Any]:
-    """Rank rewards by the mean of their headlines over sets of one kind, each set counted once.
+    """Rank rewards with a report on every set (the others are `unranked`) by the mean of their headlines.
 
-    The sets are independent samples: the deviation of a mean follows from those of the sets, which are read from their
-    intervals. The intervals hold for all rewards together (Bonferroni). Only rewards with a report on every set are
-    ranked; `unranked` names the others.
+    Sets are independent: the deviation of a mean follows from their intervals. Intervals hold for all rewards
+    together.
     """
     numbers = {
         name: {judge["judge"]["name"]: headline(judge) for judge in result["judges"]}
@@ -229,13 +221,10 @@ def _srccs(
 
 
 def worst_records(source: PreferenceSet | QualitySet, scores: PairScores | QualityScores) -> list[dict[str, Any]]:
-    """Find the records on which a reward is furthest from people.
+    """Find at most six records on which a reward is furthest from people, worst first, JSON-able.
 
-    Returns:
-        JSON-able, at most six, worst first. Of pairs those where it prefers the side that people did not, by
-        its margin in root mean squares times how clear people were: `prompt`, `image_left`, `image_right`,
-        `label`, `margin`. Of images those whose place by score is furthest from that by opinion: `prompt`,
-        `image`, `mos`, `score`, `place` and `place_mos` (shares of the images below).
+    Pairs: the wrong side, by margin in root mean squares times how clear people were. Images: place by score against
+    place by opinion (`place`, `place_mos`, shares of the images below).
     """
     if isinstance(scores, PairScores):
         assert isinstance(source, PreferenceSet)

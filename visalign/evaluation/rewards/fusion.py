@@ -36,12 +36,9 @@ LARGEST = 4.0
 def fuse_preferences(pairs: PreferenceSet, members: Sequence[PairScores]) -> tuple[PairScores, dict[str, Any]]:
     """Stack rewards on pairs: P(left) = σ(Σ_j w_j·m_j), m_j a reward's margin over its root mean square.
 
-    The weights of a pair come from the prompts of the other four folds, by the log loss on people's votes
-    and a ridge. A reward without an answer to a pair adds nothing to it.
-
-    Returns:
-        The scores of "fused"; JSON-able: `members`, `weights` (mean over folds, in log-odds per standard
-        deviation), `ridges`, `folds`.
+    A pair's weights come from the prompts of the other four folds, by log loss on votes and a ridge; a failed reward
+    adds 0. Returns the scores of "fused", and JSON-able `members`, `weights` (means, log-odds per standard deviation),
+    `ridges`, `folds`.
     """
     columns = {entry.name: entry.margin for entry in members}
     groups = [pair.group for pair in pairs.pairs]

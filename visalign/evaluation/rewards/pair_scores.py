@@ -95,10 +95,9 @@ def from_scores(
     reasons: Sequence[str | None] | None = None,
     higher_is_better: bool = True,
 ) -> PairScores:
-    """Build pair scores from a pointwise reward's scores [N] of both images, NaN where it failed.
+    """Build pair scores from a pointwise reward's scores [N] of both images, NaN where it failed for `reasons` [N].
 
-    `reasons` [N] say why. The std of a margin is √(std_left² + std_right²), errors taken as independent. It
-    counts only where all scored pairs have one: a missing deviation is not certainty.
+    A margin's std is √(std_left² + std_right²); it counts only where all scored pairs have one.
     """
     first, second = np.asarray(left, dtype=np.float64), np.asarray(right, dtype=np.float64)
     margin = (first - second) * (1.0 if higher_is_better else -1.0)
@@ -121,10 +120,10 @@ def from_scores(
 def from_probabilities(
     name: str, prob: ArrayLike, *, swapped: ArrayLike | None = None, reasons: Sequence[str | None] | None = None
 ) -> PairScores:
-    """Build pair scores, log-odds as margins, from a pairwise reward's probabilities for the left image.
+    """Build pair scores from a pairwise reward's probabilities [N] for the left, NaN where it failed for `reasons`
+    [N].
 
-    `swapped` [N] are those when the sides are exchanged; both orders are then averaged in log-odds, and a
-    pair counts as scored only where both were. NaN where it failed, with `reasons` [N] why.
+    `swapped` [N] are of the other order: log-odds are averaged, and both must be there.
     """
     margin, turned = _log_odds(prob), None
     if swapped is not None:
@@ -137,12 +136,10 @@ def from_probabilities(
 
 
 def swap_consistency(scores: PairScores) -> dict[str, float] | None:
-    """Measure how much of a pairwise reward's answer, asked in both orders, comes from the side of an image.
+    """Measure how much of a pairwise reward's answer in both orders comes from an image's side; None for other
+    rewards.
 
-    Returns:
-        `same_winner`: share of the pairs with one winner in both orders; `position_bias`: mean log-odds that
-        the side alone adds, positive for the left; `left_share`: how often the left side wins over both
-        orders. None for other rewards.
+    `same_winner`: share of pairs; `position_bias`: mean log-odds for the left; `left_share`: how often left wins.
     """
     if scores.swapped is None or not scores.judged.any():
         return None

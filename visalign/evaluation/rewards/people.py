@@ -14,11 +14,10 @@ from .judged_pairs import IntervalSettings, JudgedPairs
 
 
 def people_numbers(judged: JudgedPairs, settings: IntervalSettings) -> dict[str, Any]:
-    """Predict people's votes by other people and by the reward, on the pairs with two votes or more.
+    """Predict people's votes by other people and by the reward, on `pairs_with_votes` of two votes or more.
 
-    Returns `pairs_with_votes`; `single_vote`, how often the majority of the others predicts a person's vote,
-    and `judge_single_vote`, how often the reward does, on the same votes; `alpha` (Krippendorff's, of three
-    classes). Each has an interval; NaN where there are no votes.
+    `single_vote` is how often the majority of the others predicts one, `judge_single_vote` how often the reward does;
+    `alpha` is Krippendorff's. Each has an interval; NaN without votes.
     """
     votes = np.array([pair.votes or (0, 0, 0) for pair in judged.pairs], dtype=np.float64)
     repeated = votes.sum(1) > 1

@@ -114,9 +114,8 @@ def best_tie_threshold(margin: ArrayLike, label: ArrayLike, *, half: bool = Fals
 
 
 def majority_credit(votes: Array, voters: Array) -> tuple[Array, Array]:
-    """Return credit and count [N] of votes [N, 3] predicted by the majority of `voters` [N, 3]; a tie earns ½.
-
-    Columns are left, right, tie. Votes for a tie are not predicted; without voters nothing is counted.
+    """Credit and count [N] of votes [N, 3] (left, right, tie) predicted by the majority of `voters` [N, 3]; a tie
+    earns ½.
     """
     majority = np.sign(voters[:, 0] - voters[:, 1])
     counted = voters.sum(1) > 0

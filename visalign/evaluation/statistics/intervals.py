@@ -145,9 +145,7 @@ def bootstrap_samples(
     generator: torch.Generator,
     resamples: int = 1_000,
 ) -> Array:
-    """Draw R numbers from samples in `count` whole clusters `index` [N]; NaN where undefined.
-
-    `statistic` maps how often each sample is drawn, [r, N], to r numbers or rows of numbers.
+    """Draw R numbers from whole clusters `index` [N]; `statistic` maps how often each sample is drawn, [r, N], to r.
     """
     rows = max(1, _CHUNK // max(len(index), 1))
     blocks = resample_weights(count, generator=generator, resamples=resamples)
@@ -164,9 +162,8 @@ def bootstrap(
 
 
 def interval(estimate: float, draws: Array, clusters: int, *, level: float = 0.95) -> Interval:
-    """Compute the percentile interval of one number from its draws [R]; NaN draws are left out.
-
-    The ends are NaN with fewer than two clusters, or where more than half of the draws are undefined.
+    """Percentile interval of one number from draws [R]; NaN ends if fewer than two clusters, or half of the draws,
+    count.
     """
     valid = draws[np.isfinite(draws)]
     if clusters < 2 or not math.isfinite(estimate) or 2 * len(valid) < len(draws) or not len(valid):
