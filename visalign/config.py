@@ -135,9 +135,7 @@ def _parse_override(item: str) -> tuple[list[str], Any]:
     key, equals, text = item.partition("=")
     keys = key.strip().split(".")
     if not equals or not all(keys):
-        raise ConfigError(
-            f"Override {excerpt(item, 300)} is not of the form key.sub=value. Write for example: seed=1."
-        )
+        raise ConfigError(f"Override {excerpt(item, 300)} is not of the form key.sub=value, such as seed=1.")
     try:
         parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
         check_bounds(parsed)

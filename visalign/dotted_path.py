@@ -43,9 +43,7 @@ def import_by_path(path: str, *, what: str, error: type[Exception] = UserError) 
         return attrgetter(attribute)(module)
     except AttributeError as problem:
         public = [key for key in vars(module) if not key.startswith("_")]
-        raise error(
-            f"{module_path} has no {attribute!r}. {suggestion(attribute, public)}Fix the part after ':'."
-        ) from problem
+        raise error(f"{module_path} has no {attribute!r}. {suggestion(attribute, public)}") from problem
 
 
 def _import_file(file: Path) -> ModuleType:

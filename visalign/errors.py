@@ -71,7 +71,7 @@ class Naming:
         if isinstance(error, Exception | SystemExit) and not isinstance(error, RewardError | UserError):
             raise RewardError(
                 f"Reward {self.name!r} raised {describe_error(error)}{self._sample()}. For a sample that cannot be "
-                "judged return NaN (a function) or valid=False (a class) instead of raising."
+                "judged return NaN (a function) or valid=False (a class)."
             ) from error
 
     def _sample(self) -> str:

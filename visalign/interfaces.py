@@ -167,8 +167,8 @@ def with_capabilities(reward: Any) -> Any:
             object.__setattr__(reward, "identity", None)
     except (AttributeError, TypeError) as error:
         raise UserError(
-            f"Reward {type(reward).__name__} takes no attributes (slots?). Declare in its class: "
-            "capabilities = visalign.interfaces.RewardCapabilities() and identity = None."
+            f"Reward {type(reward).__name__} takes no attributes (slots?). Declare capabilities = "
+            "RewardCapabilities() and identity = None in its class."
         ) from error
     return reward
 

@@ -194,12 +194,11 @@ class ServerConnection:
                 response = await client.request(method, self.url(path), content=payload)
         except TimeoutError as error:
             raise ServerError(
-                f"{request} had not answered in full after {self.deadline:g} s. Raise deadline, or lower "
-                "max_new_tokens."
+                f"{request} had not answered after {self.deadline:g} s. Raise deadline, or lower max_new_tokens."
             ) from error
         except (httpx.ReadTimeout, httpx.WriteTimeout) as error:
             raise ServerError(
-                f"{request} was silent for {self.timeout:g} s. Raise timeout, or lower max_new_tokens or parallel."
+                f"{request} was silent for {self.timeout:g} s. Raise timeout, or lower max_new_tokens."
             ) from error
         except httpx.TransportError as error:
             refused = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
@@ -231,8 +230,8 @@ class ServerConnection:
             return value
         answer = _shorten(raw.decode("utf-8", "replace"))
         raise ServerError(
-            f"{self.url(path)} did not answer with a JSON object: {answer}. Check that base_url "
-            f"({self.base_url}) is the API of an OpenAI-compatible server."
+            f"{self.url(path)} did not answer with a JSON object: {answer}. Check that base_url is the API of an "
+            "OpenAI-compatible server."
         )
 
 

@@ -265,7 +265,7 @@ def never(completions: list[str], prompts: list[Any]) -> list[None]:
 
 def test_a_failed_judge_is_no_score() -> None:
     own = f"{__file__}:never"
-    with pytest.raises(RewardError, match=r"could not judge 1 of 1 samples.*mend the judge"):
+    with pytest.raises(RewardError, match=r"could not judge 1 of 1 samples.*Mend the judge"):
         judged("4", judge=own)
     assert np.isnan(judged("4", judge=own, on_failure="nan"))
 

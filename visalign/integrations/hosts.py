@@ -55,8 +55,8 @@ def refuse_what_is_missing(name: str, objective: Objective, available: Collectio
     for field, choice in required_inputs(objective).items():
         if field not in available:
             raise ValueError(
-                f"the objective {name!r} has {choice}, which needs {field}, and {where} has none. Take "
-                f"another row ({', '.join(fitting(available))}), or a trainer of visalign."
+                f"the objective {name!r} has {choice}, which needs {field}, and {where} has none. Take another row "
+                f"({', '.join(fitting(available))}), or a trainer of visalign."
             )
 
 

@@ -66,9 +66,8 @@ def numbers(judge: PointwiseReward | TextReward, scores: Scores, on_failure: OnF
     if failed and on_failure == "raise":
         reason = scores.reason[failed[0]] if scores.reason else None
         raise RewardError(
-            f"{judge.name!r} could not judge {len(failed)} of {len(scores)} samples; the first is sample "
-            f"{failed[0]}: {reason}. A failure is no score, and this trainer has no word for one: mend the "
-            'judge, or give on_failure="nan" where what follows leaves NaN out.'
+            f"{judge.name!r} could not judge {len(failed)} of {len(scores)} samples; the first is sample {failed[0]}: "
+            f'{reason}. Mend the judge, or give on_failure="nan" where what follows leaves NaN out.'
         )
     sign = 1.0 if judge.higher_is_better else -1.0
     pairs = zip(scores.value.tolist(), scores.valid.tolist(), strict=True)

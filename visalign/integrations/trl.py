@@ -62,15 +62,13 @@ class GRPOTrainer(Base):
         if a.steps_per_generation != a.gradient_accumulation_steps:
             raise ValueError(
                 f"steps_per_generation is {a.steps_per_generation} and gradient_accumulation_steps "
-                f"{a.gradient_accumulation_steps}: a generation must be one optimizer step, whose thresholds "
-                "and denominators are settled before its first micro-batch. Set both to the same number."
+                f"{a.gradient_accumulation_steps}: a generation must be one optimizer step. Set both to one number."
             )
         reference = required_inputs(o).get("ref_log_prob")
         if bool(self.beta) != bool(reference):
             raise ValueError(
                 f"the objective {name!r} has {reference or 'no use for a reference'} and GRPOConfig "
-                f"beta={self.beta:g}. TRL keeps a reference when beta is not 0, and the row's own number "
-                f"counts: set beta={reference_beta(o):g}."
+                f"beta={self.beta:g}. The row's own number counts: set beta={reference_beta(o):g}."
             )
         active_options = {
             "top_entropy_quantile": self.top_entropy_quantile < 1,
@@ -82,8 +80,8 @@ class GRPOTrainer(Base):
         }
         if option := next((option for option, active in active_options.items() if active), None):
             raise ValueError(
-                f"GRPOConfig's {option} changes TRL's own loss, which the objective {name!r} replaces. "
-                "Leave it out; an objective has fields of its own (selection, off_policy_delta, entropy)."
+                f"GRPOConfig's {option} changes TRL's own loss, which the objective {name!r} replaces. Leave it out, "
+                "or set the objective's fields (selection, off_policy_delta, entropy)."
             )
 
     def _calculate_rewards(self, *args: Any, **options: Any) -> Tensor:

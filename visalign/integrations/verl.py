@@ -114,8 +114,8 @@ def policy_loss(row: Objective) -> Callable[..., tuple[Tensor, dict[str, float]]
         length = step.get("loss_scale_factor") or row.length
         if row.aggregation == "dr_grpo" and length is None:
             raise ValueError(
-                "This row divides by a fixed length, and without one each micro-batch would divide by its "
-                "own width. Set actor_rollout_ref.actor.loss_scale_factor to the longest response."
+                "This row divides by a fixed length. Set actor_rollout_ref.actor.loss_scale_factor to the longest "
+                "response."
             )
 
         def count(value: Any) -> Tensor:

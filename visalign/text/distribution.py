@@ -92,8 +92,8 @@ def check_usable(usable: Tensor) -> None:
     """Raise if the logits of a row, bool [N], have no distribution."""
     if not bool(usable.all()):
         raise ValueError(
-            f"The model's logits of row {int((~usable).nonzero()[0])} are NaN or all −∞. Check the weights "
-            "(too high a learning rate leaves NaN), or use float32 or bfloat16 instead of float16."
+            f"The model's logits of row {int((~usable).nonzero()[0])} are NaN or all −∞. Check the weights (too high "
+            "a learning rate leaves NaN), or use bfloat16 instead of float16."
         )
 
 

@@ -26,7 +26,7 @@ def template_messages(
     if bad or not messages:
         raise UserError(
             f"{where} holds {str(bad[0])[:80] if bad else 'no message'}; a conversation is a list of messages "
-            'of the form {"role": "user", "content": "…"}, or with "tool_calls". A plain prompt is a string.'
+            '{"role": "user", "content": "…"}, or with "tool_calls". A plain prompt is a string.'
         )
     return [
         _template_message(message, f"Message {number} of {where[0].lower()}{where[1:]}", reads_parts, text_arguments)
@@ -103,8 +103,7 @@ def _tool_call(call: Any, where: str, as_text: bool) -> dict[str, Any]:
         arguments = written
     if not isinstance(arguments := arguments or {}, Mapping):
         raise UserError(
-            f"{where} calls {function['name'][:80]!r} with arguments that are no JSON object: {str(written)[:80]}. "
-            "Give an object, or its JSON text."
+            f"{where} calls {function['name'][:80]!r} with arguments that are no JSON object: {str(written)[:80]}."
         )
     if as_text:
         arguments = written if isinstance(written, str) else json.dumps(arguments, ensure_ascii=False)

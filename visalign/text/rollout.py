@@ -107,7 +107,7 @@ class TextRollout:
         if self.sampling.greedy:
             raise UserError(
                 "A greedy rollout (temperature 0) has no probabilities to form a ratio with. Sample with a "
-                "temperature above 0; greedy completions are for evaluation and ReMax's greedy_reward."
+                "temperature above 0."
             )
         columns: dict[str, Any] = {"weight": self.loss_mask, "entropy": self.entropy, "old_log_prob": self.log_prob}
         if old_log_prob is not None:

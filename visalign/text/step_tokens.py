@@ -44,8 +44,8 @@ class StepEncoder:
         unknown = getattr(tokenizer, "unk_token_id", None)
         if not self._marker or (unknown is not None and unknown in self._marker):
             raise UserError(
-                f"The tokenizer has no token for {reading.read_after_step!r}, so the ends of steps cannot be "
-                "told. Give a separator that it knows, or marker= one of its tokens."
+                f"The tokenizer has no token for {reading.read_after_step!r}, so the ends of steps cannot be told. "
+                "Give a separator that it knows, or marker= a token."
             )
 
     def encode(self, prompt: Prompt, steps: Sequence[str]) -> StepTokens:
@@ -80,8 +80,8 @@ def step_logits(model: nn.Module, batch: Sequence[StepTokens], *, right_label: i
     logits = model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
     if logits.shape not in {(*ids.shape, 1), (*ids.shape, 2)}:
         raise UserError(
-            f"The process reward model gave logits {tuple(logits.shape)} for tokens {tuple(ids.shape)}; "
-            "needed are two per token, or one. Load it as a token classifier with num_labels=2, or 1."
+            f"The process reward model gave logits {tuple(logits.shape)} for tokens {tuple(ids.shape)}; needed are "
+            "two per token, or one (num_labels)."
         )
     positions = torch.tensor([(row, end) for row, tokens in enumerate(batch) for end in tokens.ends], device=device)
     scores = logits[positions[:, 0], positions[:, 1]].float()

@@ -93,8 +93,7 @@ def _token_spans(rollout: TextRollout, row: int, tokenizer: Any, reading: StepRe
     # with a tool the text may end in an answer, behind the last drawn token
     if completed(length) != len(text if rollout.tools is None else decode(length)):
         raise UserError(
-            f"This tokenizer reads the tokens of completion {row}, {text[:60]!r}, otherwise. Give the "
-            "tokenizer of the policy that generated it."
+            f"This tokenizer reads the tokens of completion {row}, {text[:60]!r}, otherwise. Give that of its policy."
         )
     spans, begin = [], 0
     pieces = reading.spans(text)

@@ -124,9 +124,8 @@ def smart_resize(
     Source: Qwen2-VL, arXiv 2409.12191, section 2.1 (dynamic resolution).
     """
     if min(height, width) < 1 or max(height, width) > LONGEST * min(height, width):
-        raise ValueError(
-            f"an image of {width}×{height} pixels: one side may be at most {LONGEST} times the other; crop it first"
-        )
+        size = f"{width}×{height} pixels"
+        raise ValueError(f"an image of {size}: one side may be at most {LONGEST} times the other; crop it first")
     smallest = factor if whole_tokens else 0
     tall, wide = (max(smallest, round(side / factor) * factor) for side in (height, width))
     if tall * wide > max_pixels:

@@ -50,10 +50,7 @@ def read_pixels(image: Any, where: str) -> Tensor:
     elif isinstance(image, Image.Image):
         pixels = _from_pil(image, where)
     else:
-        raise UserError(
-            f"{where} is a {type(image).__name__}; give a PIL image or a tensor [3, H, W]. A file is opened "
-            "with PIL.Image.open(path)."
-        )
+        raise UserError(f"{where} is a {type(image).__name__}; give a PIL image or a tensor [3, H, W].")
     if pixels.numel() == 0:
         raise UserError(f"{where} has no pixels: shape {tuple(pixels.shape)}. Leave it out.")
     return pixels
@@ -61,10 +58,7 @@ def read_pixels(image: Any, where: str) -> Tensor:
 
 def _from_tensor(image: Tensor, where: str) -> Tensor:
     if image.ndim != 3 or image.shape[0] != 3:
-        raise UserError(
-            f"{where} has shape {tuple(image.shape)}; an image is [3, H, W] (image.permute(2, 0, 1)), a "
-            "batch a list of images."
-        )
+        raise UserError(f"{where} has shape {tuple(image.shape)}; an image is [3, H, W] (image.permute(2, 0, 1)).")
     pixels = image.detach().cpu()
     if pixels.dtype == torch.uint8 or pixels.numel() == 0:
         return pixels.to(torch.uint8)
@@ -94,8 +88,7 @@ def rounded_levels(image: Tensor) -> Tensor:
 def _from_pil(image: Image.Image, where: str) -> Tensor:
     if image.mode in _DEEP_MODES or image.mode.startswith("I;16"):
         raise UserError(
-            f"{where} is of PIL mode {image.mode}, deeper than 8 bits, so that the value of white is "
-            "unknown. Rescale it to a float tensor [3, H, W] in [0, 1]."
+            f"{where} is of PIL mode {image.mode}, deeper than 8 bits. Rescale it to a float tensor [3, H, W]."
         )
     try:
         pixels = np.array(over_white(first_frame_upright(image)))

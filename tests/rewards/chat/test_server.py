@@ -90,7 +90,7 @@ def test_braces_and_control_tokens_of_a_prompt_are_text():
 
 FAILURES = {
     "hang": ("!hang", "silent for 1.5 s"),
-    "drip": ("!drip", "had not answered in full after 2.5 s"),
+    "drip": ("!drip", "had not answered after 2.5 s"),
     "close": ("!close", "connection broke off"),
     "reset": ("!reset", "connection broke off"),
     "500": ((500, {"error": {"message": "out of memory"}}, {}), "500 .*out of memory"),

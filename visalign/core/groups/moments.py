@@ -19,8 +19,8 @@ def present_entries(values: Tensor, valid: Tensor | None = None) -> Tensor:
         return present
     if valid.dtype != torch.bool or valid.shape != values.shape[: valid.ndim]:
         raise ValueError(
-            f"valid must be a bool tensor shaped like the values, {tuple(values.shape)}, or like their first "
-            f"dimensions; got {valid.dtype} {tuple(valid.shape)}."
+            f"valid must be a bool tensor shaped like the values, {tuple(values.shape)}, or their first dimensions; "
+            f"got {valid.dtype} {tuple(valid.shape)}."
         )
     return present & valid.reshape(valid.shape + (1,) * (values.ndim - valid.ndim))
 

@@ -83,8 +83,8 @@ def kl_penalty(
     """
     if gradient == "k1":
         raise ValueError(
-            "gradient='k1' is refused: the mean of ∇log π under π is zero, so it adds noise and no pull "
-            "towards the reference. Use gradient='k2', or subtract β·k1 from the reward."
+            "gradient='k1' is refused: the mean of ∇log π under π is zero. Use gradient='k2', or subtract β·k1 from "
+            "the reward."
         )
     check_choice("value", value, get_args(Estimator))
     check_choice("gradient", gradient, get_args(Estimator))

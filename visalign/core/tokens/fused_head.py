@@ -177,8 +177,8 @@ def _place(values: Tensor, index: Tensor, count: int) -> Tensor:
 def _check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if weight.ndim != 2 or hidden.shape[-1:] != weight.shape[1:] or not weight.is_floating_point():
         raise ValueError(
-            "hidden must be [..., H] and head_weight [V, H] with one H, floating point, as nn.Linear(H, V).weight is; "
-            f"got hidden {tuple(hidden.shape)} and head_weight {tuple(weight.shape)} of {weight.dtype}."
+            "hidden must be [..., H] and head_weight [V, H] with one H, floating point; got hidden "
+            f"{tuple(hidden.shape)} and head_weight {tuple(weight.shape)} of {weight.dtype}."
         )
     check_axes(head_weight=(weight, "V H"), head_bias=(bias, "V"))
 

@@ -142,8 +142,7 @@ def fusion_line(result: Mapping[str, Any]) -> str:
 
 
 def comparison_lines(result: Mapping[str, Any]) -> list[str]:
-    """Write comparisons in words: the fused reward's with the best member, or the leader's, or all of three rewards.
-    """
+    """Write comparisons in words: the fused reward's with the best member, the leader's, or all of three rewards."""
     comparisons, fusion = result["comparisons"], result["fusion"]
     ranking = [row["judge"] for row in (result["leaderboard"] or {"rows": []})["rows"]]
     if fusion and ranking:

@@ -113,8 +113,7 @@ def bordered(image: Tensor, width: float, colour: str) -> Tensor:
 
 
 def find_ground(image: Tensor) -> Tensor | None:
-    """Find the plain ground, bool [H, W]: the border's median colour, if half of the border and a quarter of all is.
-    """
+    """Find the plain ground, bool [H, W]: the border's median colour, if half of it and a quarter of all is."""
     edge = torch.cat([image[:, 0], image[:, -1], image[:, :, 0], image[:, :, -1]], 1)
     close = (image - edge.median(1).values[:, None, None]).abs().amax(0) <= GROUND_TOLERANCE
     labels: np.ndarray = ndimage.label(close.numpy())[0]  # pyright: ignore[reportIndexIssue]

@@ -145,8 +145,7 @@ def bootstrap_samples(
     generator: torch.Generator,
     resamples: int = 1_000,
 ) -> Array:
-    """Draw R numbers from whole clusters `index` [N]; `statistic` maps how often each sample is drawn, [r, N], to r.
-    """
+    """Draw R numbers of whole clusters `index` [N]; `statistic` maps the draws [r, N] of each sample to r."""
     rows = max(1, _CHUNK // max(len(index), 1))
     blocks = resample_weights(count, generator=generator, resamples=resamples)
     parts = (block[start : start + rows, index] for block in blocks for start in range(0, len(block), rows))
