@@ -85,7 +85,9 @@ class CompiledBlocks:
                 reason = " ".join(str(error).split("\n\n")[0].split())
                 warnings.warn(f"{type(block).__name__} runs without torch.compile: {reason}", stacklevel=2)
                 return block._call_impl(*args, **kwargs)
-            return tree_map_only(Tensor, _cut, output) if self.frees_activations else output
+            if not self.frees_activations:
+                return output
+            return tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), output)
 
         return call
 
@@ -104,10 +106,6 @@ def _compiling_pays(network: nn.Module) -> bool:
         warnings.warn("model.compile is off: torch.compile needs Triton and a C compiler (cc) here.", stacklevel=3)
         return False
     return bool(_repeated_blocks(network))
-
-
-def _cut(output: Tensor) -> Tensor:
-    return output.detach().requires_grad_(output.requires_grad)
 
 
 @contextmanager

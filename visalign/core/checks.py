@@ -43,6 +43,13 @@ def check_axes(**tensors: tuple[Tensor | None, str]) -> None:
             raise ValueError(f"{needed.replace(' [', ' must be [', 1)}; got {got}.")
 
 
+def check_advantage(advantage: Tensor, decisions: Tensor) -> None:
+    """Refuse an advantage that is neither [B] nor shaped like the decisions, [B, T] or [B]."""
+    if advantage.shape not in (decisions.shape, decisions.shape[:1]):
+        shapes = f"{tuple(decisions.shape)}; got {tuple(advantage.shape)}"
+        raise ValueError(f"advantage must be [B] or of the shape of the decisions, {shapes}.")
+
+
 def check_choice(name: str, value: Any, allowed: Iterable[str]) -> None:
     """Refuse a value that is not among the allowed names."""
     names = tuple(allowed)

@@ -304,22 +304,14 @@ def test_messages_of_model_folders(folders, tmp_path):
         (target / "model_index.json").write_text(json.dumps(index | changes))
         return target
 
-    for name in (tmp_path / "nowhere", "shapes-sd3-mistyped"):
-        with pytest.raises(FileNotFoundError, match=r"There is no model .*owner/name"):
-            SD3Policy.from_pretrained(name)
     with pytest.raises(FileNotFoundError, match=r"no model nobody/nothing\. The model .* cannot be reached"):
         SD3Policy.from_pretrained("nobody/nothing")
-    with pytest.raises(FileNotFoundError, match=r"contains no model_index.json"):
-        SD3Policy.from_pretrained(folders["plain"] / "transformer")
     with pytest.raises(FileNotFoundError, match=r"lacks vae\. An SD3 pipeline needs transformer"):
         SD3Policy.from_pretrained(copy("null_vae", vae=[None, None]))
     with pytest.raises(FileNotFoundError, match=r"lacks tokenizer_3\..*may be absent"):
         SD3Policy.from_pretrained(copy("half_t5", text_encoder_3=["transformers", "T5EncoderModel"]))
     with pytest.raises(UserError, match="is a StableDiffusionPipeline; the SD3 adapter loads a Stable"):
         SD3Policy.from_pretrained(copy("sd1", _class_name=StableDiffusionPipeline.__name__))
-    (tmp_path / "sd1" / "model_index.json").write_text("{")
-    with pytest.raises(UserError, match="is not JSON"):
-        SD3Policy.from_pretrained(tmp_path / "sd1")
 
 
 def test_a_null_t5_is_an_absent_one(folders, tmp_path):

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from visalign.core.checks import check_choice, check_same
+from visalign.core.checks import check_advantage, check_choice, check_same
 from visalign.core.precision import float32
 
 from .ppo import bounded_ratio
@@ -58,10 +58,7 @@ def off_policy_mask(log_ratio: Tensor, advantage: Tensor, weight: Tensor, *, del
     M_i = 0 where A < 0 and −(1/n_i) Σ_t log r_it > δ (nats per decision), else 1, r = π/μ of the rollout.
     DeepSeek-V3.2, arXiv 2512.02556, off-policy sequence masking.
     """
-    if advantage.shape not in (log_ratio.shape, log_ratio.shape[:1]):
-        raise ValueError(
-            f"advantage must be [B] or [B, T] for log_ratio {tuple(log_ratio.shape)}; got {tuple(advantage.shape)}."
-        )
+    check_advantage(advantage, log_ratio)
     log_r = ratio_level(log_ratio.detach(), weight, "token")
     scale = weight.to(log_r.dtype)
     total = scale.sum(1)

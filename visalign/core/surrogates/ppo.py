@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from visalign.core.checks import check_advantage
 from visalign.core.precision import float32
 
 LOG_RATIO_LIMIT = 20.0  # Ratios are e^min(log r, 20): e^20 = 4.9e8 replaces larger ones, and nothing overflows
@@ -51,11 +52,7 @@ def ppo_clip(
 
 def surrogate_inputs(log_ratio: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
     """Return the log-ratio in float32 or better, and the detached advantage in its shape and dtype."""
-    if log_ratio.ndim not in (1, 2) or advantage.shape not in (log_ratio.shape, log_ratio.shape[:1]):
-        raise ValueError(
-            "log_ratio must be [B] or [B, T] and advantage [B] or the same shape; got log_ratio "
-            f"{tuple(log_ratio.shape)} and advantage {tuple(advantage.shape)}."
-        )
+    check_advantage(advantage, log_ratio)
     value = float32(log_ratio)
     gain = advantage.detach().to(value.dtype)
     return value, (gain[:, None] if gain.ndim < value.ndim else gain).expand_as(value)

@@ -9,17 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from visalign.core.checks import check_same
+from visalign.core.checks import check_advantage, check_same
 
 
 def token_terms(log_prob: Tensor, advantage: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return values, advantages (0 where absent) and presence (weight ≠ 0, both finite), in one shape."""
-    shape = log_prob.shape
-    if weight.shape != shape or advantage.shape not in (shape, shape[:1]):
-        raise ValueError(
-            "values and weight must have one shape, [B, T], and advantage that shape or [B]; got "
-            f"values {tuple(shape)}, weight {tuple(weight.shape)}, advantage {tuple(advantage.shape)}."
-        )
+    check_same(values=log_prob, weight=weight)
+    check_advantage(advantage, log_prob)
     value, gain = log_prob.detach().double(), advantage.detach().double()
     gain = gain.reshape(gain.shape + (1,) * (value.ndim - gain.ndim)).expand_as(value)
     inside = (weight != 0) & torch.isfinite(value) & torch.isfinite(gain)

@@ -75,12 +75,13 @@ def judge(detections: Sequence[Detection], record: Mapping[str, Any]) -> Verdict
         )
         for key in ("color", "size"):
             if key in entry:
-                matched = [d for d in matched if _attribute(d, key) == entry[key]]
+                matched = [d for d in matched if (d.color if key == "color" else size_word(d.radius)) == entry[key]]
                 words = f"expected {count} {entry[key]} {shape}, found {len(matched)}"
                 note(f"{i}:{shape}:{key}", len(matched) >= count, len(matched) / count, words)
         if "position" in entry:
             relation, target = entry["position"]
-            related = _any_related(matched, groups[target], relation)
+            couples = [(s, t) for s in matched for t in groups[target] if s is not t]
+            related = any(relation in relations((s.x, s.y), (t.x, t.y)) for s, t in couples)
             other = record["include"][target]["class"]
             note(f"{i}:{shape}:position", related, 0.0, f"{shape} is not {relation} {other}")
         groups.append(matched)
@@ -96,11 +97,3 @@ def judge(detections: Sequence[Detection], record: Mapping[str, Any]) -> Verdict
         note("only", len(detections) <= total, 1.0 - (len(detections) - total) / total, words)
     score = sum(max(c, 0.0) for c in credits) / len(credits) if credits else 1.0
     return Verdict(correct=not wrong, score=score, checks=checks, reason="; ".join(wrong))
-
-
-def _attribute(detection: Detection, key: str) -> str:
-    return detection.color if key == "color" else size_word(detection.radius)
-
-
-def _any_related(subjects: Sequence[Detection], targets: Sequence[Detection], relation: str) -> bool:
-    return any(relation in relations((s.x, s.y), (t.x, t.y)) for s in subjects for t in targets if s is not t)
