@@ -75,7 +75,7 @@ def test_a_users_own_class_gets_what_it_takes(own):
         "anything", adapter=f"{own}:Own", dtype=torch.float64, defaults=usual, guidance=2.0, use_t5=True
     )
     assert policy.guided and policy.source == "anything" and policy.storage_dtype == torch.float64
-    with pytest.raises(UserError, match=r"Own takes no use_t5\. It takes dtype, device, guidance: "):
+    with pytest.raises(UserError, match=r"Own takes no use_t5\. It takes dtype, device, guidance\."):
         load_policy("anything", adapter=f"{own}:Own", defaults=usual, use_t5=False)
     passing: Any = load_policy("x", adapter=f"{own}:Passing", defaults=usual, use_t5=True, guidance=3.0)
     assert passing.others == {"guidance": 3.0}

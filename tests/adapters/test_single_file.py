@@ -190,7 +190,7 @@ def test_variants_and_shards(models, tmp_path):
     assert biases["fp16"] == pytest.approx(biases[None] + 1, abs=1e-3)
     own = own_sampling(str(tmp_path / "both"), None, "cuda", variant="fp16")
     assert own.dtype == "float16" and own_sampling(str(tmp_path / "both"), None, "cuda").dtype == "float32"
-    with pytest.raises(UserError, match=r"has no weights of the variant 'bf16'; its variants are: fp16\. Give one"):
+    with pytest.raises(UserError, match=r"has no weights of the variant 'bf16'; its variants are: fp16\. Correct"):
         load_policy(tmp_path / "both", variant="bf16")
     pipe.save_pretrained(tmp_path / "pickled", safe_serialization=False)
     assert float(load(tmp_path / "pickled").pipe.unet.conv_in.bias.data.mean()) == pytest.approx(biases["fp16"])

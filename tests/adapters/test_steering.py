@@ -233,7 +233,7 @@ def test_calls_that_do_not_fit_are_refused():
     with pytest.raises(UserError, match=r"The call has 40 steps\. .*among 1 to 38"):
         sampler(8, late)
     callback = SteeringCallback(sampler, level, resample_after=[3], decode=own)
-    with pytest.raises(UserError, match=r"makes 6 images.*num_images_per_prompt=4"):
+    with pytest.raises(UserError, match=r"makes 6 images.*groups of 4: set num_images_per_prompt"):
         sampler(6, callback)
     wrong = SteeringCallback(sampler, lambda images: images.sum(), resample_after=[3], decode=own)
     with pytest.raises(ValueError, match=r"The reward gave \[\] values for 8 images"):

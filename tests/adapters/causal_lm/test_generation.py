@@ -145,7 +145,7 @@ def test_completions_end_where_the_context_does(shared) -> None:
 
 
 def test_prompts_that_are_too_long(shared) -> None:
-    with pytest.raises(UserError, match=r"Prompt 1 has 64 tokens, .* at most 63 .*context is 64\), and 1 of 2"):
+    with pytest.raises(UserError, match=r"Prompt 1 has 64 tokens, and at most 63 .*context is 64\); 1 of 2"):
         sampled(shared, prompts=["b", "b" * 64])
     given = policy(max_prompt_tokens=5, long_prompts="mask")
     rollout = sampled(given, Sampling(top_p=0.9), prompts=["abcdef", "abc"])

@@ -126,7 +126,7 @@ def test_prompts_that_images_make_too_long() -> None:
     big = [[make_image(64, 64)], [], [make_image(8, 8)], []]
     given = policy(max_prompt_tokens=70)
     prompts = [user(SLOT), *PROMPTS[1:]]
-    with pytest.raises(UserError, match=r"Prompt 0 has 85 tokens, images included"):
+    with pytest.raises(UserError, match=r"Prompt 0 has 85 tokens, and at most 70 are allowed with its images"):
         sampled(given, prompts=prompts, images=big)
 
 

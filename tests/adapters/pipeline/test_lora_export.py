@@ -133,7 +133,7 @@ def test_encoders_have_kohyas_names_and_their_own_alpha(tmp_path):
 @pytest.mark.parametrize(
     ("family", "message"),
     [
-        ("sana", r"is of sana, and keys of ComfyUI are written for sd15, .*report.html"),
+        ("sana", r"is of sana, and keys of ComfyUI are written for sd15, .*Diffusers loads"),
         (None, r"its keys do not name. Name it with --model"),
     ],
 )

@@ -58,9 +58,9 @@ class PromptBatch:
         long = [index for index, ids in enumerate(encoded.ids) if longest is not None and len(ids) > longest]
         if long and long_prompts == "refuse":
             raise UserError(
-                f"Prompt {long[0]} has {len(encoded.ids[long[0]])} tokens, images included; at most {longest} are "
-                f"allowed (the model's context is {context}), and {len(long)} of {len(prompts)} have more. Shorten or "
-                'drop them, or set long_prompts="mask".'
+                f"Prompt {long[0]} has {len(encoded.ids[long[0]])} tokens, and at most {longest} are allowed with its "
+                f"images (the model's context is {context}); {len(long)} of {len(prompts)} have more. Shorten or drop "
+                'them, or set long_prompts="mask".'
             )
         return cls(
             prompts=prompts,
