@@ -136,8 +136,10 @@ def _surrogate(case: Any) -> Outputs | None:
     }
 
 
-def _slow_copy(case: Any) -> Outputs:
-    row = fs.FewStep(slow_decay=case.params["decay_min"], slow_decay_end=case.params["decay_max"])
+def _slow_copy(case: Any) -> Outputs | None:
+    if case.params["decay_min"] != 1e-3:
+        return None
+    row = fs.FewStep(slow_decay_end=case.params["decay_max"])
     decay = row.slow_decay_at(case.params["step"])
     return {"decay": decay, "slow": case.tensor("slow").lerp(case.tensor("surrogate"), 1 - decay)}
 

@@ -19,14 +19,14 @@ _INTERVALS = {
     "prime.gamma quantile rate ratio reinforce_pp.gamma smallest",
     "(0, 1]": "best.share eps_low fraction level_up w_min",
     "(0, 1)": "few_step.level_high few_step.level_low level_down",
-    "[0, 1)": "few_step.slow_decay few_step.slow_decay_end",
+    "[0, 1)": "few_step.slow_decay_end",
     "[0, inf)": "a alpha beta bound_low eps gamma k k_bonus k_neg k_pos lam lambda_neg lambda_pos limit low "
     "min_range mu smoothing tail_weight zeta few_step.anchor few_step.clip few_step.guidance_scale "
     "few_step.warmup",
     "[0, inf]": "bound_high high limit_high limit_low",
     "(0, inf)": "bound budget crd.beta dgpo.beta dpo.beta epsilon f_norm gdro.beta kappa kto.beta nft.beta par.k tau "
-    "tau_neg tau_pos temperature w_max few_step.advantage_clip few_step.beta few_step.critic_rate few_step.huber "
-    "few_step.min_snr few_step.shift few_step.std few_step.surrogate_rate few_step.threshold",
+    "tau_neg tau_pos temperature w_max few_step.advantage_clip few_step.beta few_step.huber "
+    "few_step.min_snr few_step.shift few_step.std few_step.role_rate few_step.threshold",
     "(0, inf]": "cap dgpo.eps_low eps_high eta gmpo.eps_low",
     "(1, inf]": "delta dual_clip",
     "[1, inf)": "block bundle few_step.critic_updates few_step.teacher_guidance over references stride window",
@@ -39,7 +39,7 @@ RANGES = {option: interval for interval, options in _INTERVALS.items() for optio
 
 PAIRS = (
     *(("low", "high"), ("low_end", "high_end"), ("bound_low", "bound_high"), ("cov_low", "cov_high")),
-    *(("level_down", "level_up"), ("level_low", "level_high"), ("slow_decay", "slow_decay_end"), ("w_min", "w_max")),
+    *(("level_down", "level_up"), ("level_low", "level_high"), ("w_min", "w_max")),
 )
 """Options of which the first must not exceed the second."""
 

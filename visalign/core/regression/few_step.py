@@ -159,16 +159,14 @@ class FewStep:
     """γ of the critic's weight min(snr, γ) of the error of x̂0 (TDM: 5); None: the error of the velocity."""
     critic_updates: int = 5
     """Updates of the critic before each of the student (DMD2: 5)."""
-    critic_rate: float = 1.0
-    """Learning rate of the critic over the student's."""
+    role_rate: float = 1.0
+    """Learning rate of critic and surrogate over the student's."""
     warmup: int = 0
     """First iterations in which critic and surrogate learn alone."""
     teacher_guidance: float | None = 4.5
     """Guidance scale of the teacher, which the student learns to do without; None: the model's own."""
     surrogate: bool = False
     """Learn the reward by a surrogate denoiser, whose distance from the teacher moves the student (TDM-R1)."""
-    surrogate_rate: float = 1.0
-    """Learning rate of the surrogate over the student's."""
     beta: float = 1.0
     """β of the group preference."""
     advantage_clip: float = 5.0
@@ -179,10 +177,8 @@ class FewStep:
     """(D − D_ref)² at which a sample past the reference moves the surrogate no further."""
     anchor: float = 1e-3
     """β_ref of the surrogate's (D − D_ref)²."""
-    slow_decay: float = 1e-3
-    """Share of the slow copy that stays after the surrogate's first update; .001 more after each."""
     slow_decay_end: float = 0.3
-    """Largest such share."""
+    """Largest share of the slow copy that stays after an update of the surrogate; .001 more after each."""
     guidance_share: float = 0.3
     """m, share of the teacher's guidance as a reward beside 1 − m of the surrogate's."""
     guidance_scale: float = 3.5
@@ -232,7 +228,7 @@ class FewStep:
 
     def slow_decay_at(self, step: int) -> float:
         """Compute the share of the surrogate's slow copy that stays after update 0, 1, ..."""
-        return min(self.slow_decay_end, self.slow_decay + 1e-3 * step)
+        return min(self.slow_decay_end, 1e-3 + 1e-3 * step)
 
     @property
     def rewards_guidance(self) -> bool:

@@ -172,7 +172,7 @@ class FewStepDistillation(ImageAlgorithm):
 
     def rates(self, lr: float) -> Mapping[str, float]:
         """Return the learning rates of the roles over the student's."""
-        return {f"{CRITIC}.": self.row.critic_rate, f"{SURROGATE}.": self.row.surrogate_rate}
+        return dict.fromkeys((f"{CRITIC}.", f"{SURROGATE}."), self.row.role_rate)
 
     def collect(self, run: Context) -> Collected:
         """Sample the student's paths; decode and score their images where a surrogate learns the reward."""
@@ -297,7 +297,7 @@ class FewStepDistillation(ImageAlgorithm):
         part, group = errors[:, step.sample], experience.group[step.sample]
         advantage = experience.advantage[step.sample]
         weight, _ = preference_weights(part[0], part[1], advantage, group, beta=row.beta)
-        stopped = stopped_samples(*part, advantage, clip=row.clip, threshold=row.threshold).any(1)
+        stopped = stopped_samples(part[0], part[1], part[2], advantage, clip=row.clip, threshold=row.threshold).any(1)
         columns = {name: torch.zeros_like(experience.advantage) for name in ("weight", "ref", "stopped")}
         for column, values in zip(columns.values(), (weight, part[1], stopped.double()), strict=True):
             column[step.sample] = values
