@@ -33,6 +33,9 @@ def sample(
         int | None, Option(help="Denoising steps. Default: the pipeline's (packaged models: 10).", min=1, max=10_000)
     ] = None,
     solver: Annotated[str, Option(help="Solver: euler, or the second-order dpmpp_2m for 10 steps or more.")] = "euler",
+    timestep_schedule: Annotated[
+        str, Option(help="Noise levels of the steps: diffusers (the pipeline's), or plain as in the training.")
+    ] = "diffusers",
     reward: Annotated[
         Repeated, Option("--reward", "-r", help="Reward that scores the images; repeat for several.")
     ] = None,
@@ -82,6 +85,7 @@ def sample(
     if search_options and search is None:
         raise UserError(f"--search-option {search_options[0]} belongs to --search, which is not given.")
     choices: dict[str, Any] = {"best_of": best_of, "strength": strength, "steps": steps, "solver": solver}
+    choices["timestep_schedule"] = timestep_schedule
     choices |= {"batch_size": batch_size, "dtype": dtype, "device": device or default_device()}
     settings = SampleSettings(
         model=model,

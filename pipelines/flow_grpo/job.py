@@ -132,9 +132,12 @@ def sample_command(config: FlowGRPOConfig, output: Path, *, edits: bool = False)
     files = {f"--{name}": options.pop(name) for name in ("config", "variant") if name in options}
     trained = [model.path, *chain(*files.items()), "--lora", result]
     weights = ["--model", *([result] if model.lora is None else trained)]
-    if model.lora is None or Path(model.path).name not in PACKAGED:  # sampled by the pipeline's own defaults otherwise
+    own_steps = model.lora is None or config.objective.few_step is not None
+    if own_steps or Path(model.path).name not in PACKAGED:  # sampled by the pipeline's own defaults otherwise
         options.setdefault("guidance", None)
         sampling = ["--steps", str(config.evaluation.steps or config.rollout.steps), "--dtype", model.dtype]
+    if config.rollout.timestep_schedule != "diffusers":
+        sampling += ["--timestep-schedule", config.rollout.timestep_schedule]
     words = [f"{name}={json.dumps(value)}" for name, value in options.items()]
     flags = [word for option in words for word in ("--option", option)]
     return ["visalign", "sample", *prompts, *weights, *sampling, *flags, "--output", str(output / "images")]

@@ -404,6 +404,7 @@ def _memory(
     # rollout records: the latents as stored, and per recorded step x and x' as stored and the mean in float32
     recorded = (ascent or few_step) is None if row is None else row.visited
     steps = (rollout.sde_window or len(rollout.stochastic)) if recorded else 0
+    steps = rollout.steps if few_step is not None else steps  # x before each, and the velocity in float32
     width = policy.storage_dtype.itemsize
     numbers = images * math.prod(policy.latent_shape)
     memory["rollout_records"] = numbers * (width + steps * (2 * width + 4)) / GB
@@ -413,6 +414,8 @@ def _memory(
     activations = memory["activations_of_a_micro_batch"] = (largest * graphs + block) / GB
     if offloaded:  # in use while no activations are held
         memory["offloaded_parts_in_use"] = max(0.0, max(offloaded.values()) - activations)
+    if objective.teacher is not None:
+        memory["teacher"] = sum(memory[key] for key in network)
     if rollout.merge_adapters:  # merged weights exist only while sampling, when no activations are held
         merged = sum(layer.get_base_layer().weight.nbytes for layer in mergeable_adapters(policy.module))
         memory["merged_adapters"] = max(0.0, merged / GB - activations)
