@@ -28,7 +28,7 @@ from visalign.training.reward.batch import Outputs, RewardBatch
 from .config import AnswerModel, TrainRewardConfig
 from .examples import Example, Examples
 
-LANGUAGE = r"(.*\.)?language_model\..*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
+LANGUAGE = r"(.*\.)?(language|text)_model\..*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
 """Default layers of adapters: the language part, so that the tower's features are computed once."""
 _TOKENS = 1 << 16  # Tokens of one pass while training; data.micro_batch is what limits memory
 

@@ -130,7 +130,7 @@ class LoraEnsembleModel(nn.Module):
         single.add_token()
         self.engine, self.template, self.clamp, self.scaling = engine, single.template, clamp, scaling
         self.members = members
-        language_model = engine.network.trunk.language_model
+        language_model = engine.network.language
         prefix = next(name for name, part in engine.model.named_modules() if part is language_model)
         if outside := [name for name in layers if not name.startswith(f"{prefix}.")]:
             raise RewardError(

@@ -62,11 +62,11 @@ class HiddenStates:
 
 
 class VisionLanguageEngine:
-    """Vision-language model that answers questions: Qwen2-VL, Qwen2.5-VL, Qwen3-VL, or transformers' InternVL.
+    """Vision-language model that answers questions: Qwen2-VL, Qwen2.5-VL, Qwen3-VL, transformers' InternVL or SmolVLM.
 
     Args:
         name: folder name or hub id, for the identity.
-        positions: "mrope" or "1d"; that of the settings, else "mrope", when None. InternVL has only "1d".
+        positions: "mrope" or "1d"; that of the settings, else "mrope", when None. InternVL and SmolVLM have only "1d".
         settings: templates and further settings of the model's folder.
         max_tokens_per_batch: tokens of one forward pass, with padding.
         max_tokens: limit of one request; that of the model's config when None.

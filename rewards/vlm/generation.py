@@ -81,11 +81,9 @@ def _generate(
     packs = pack_rows(rows, network.image_token, share=False)
     batch, position = _pad_left(collate(packs, network.image_token, network.pad, network.merge))
     device = network.device
-    cache = DynamicCache(config=network.trunk.language_model.config)
+    cache = DynamicCache(config=network.language.config)
     mask = batch.mask.to(device)
-    passed = network.trunk.language_model(
-        **network.inputs(batch), attention_mask=mask, past_key_values=cache, use_cache=True
-    )
+    passed = network.language(**network.inputs(batch), attention_mask=mask, past_key_values=cache, use_cache=True)
     cache.batch_repeat_interleave(answers)
     hidden = passed.last_hidden_state[:, -1].repeat_interleave(answers, 0)
     mask, position = mask.repeat_interleave(answers, 0), position.repeat_interleave(answers).to(device)
@@ -107,7 +105,7 @@ def _generate(
             active, tokens = active[keep], tokens[keep]
             mask, position = mask[keep], position[keep]
         mask = torch.cat((mask, torch.ones_like(mask[:, :1])), 1)
-        hidden = network.trunk.language_model(
+        hidden = network.language(
             inputs_embeds=network.trunk.get_input_embeddings()(tokens[:, None]),
             position_ids=position[:, None].expand(3, -1, -1) if network.merge else position[:, None],
             attention_mask=mask,

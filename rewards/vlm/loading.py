@@ -143,7 +143,7 @@ def _check_model_type(folder: Path) -> None:
     if model_type and model_type not in CONFIG_MAPPING:
         raise RewardError(
             f"{folder.name} is a {model_type!r}, which transformers {__version__} does not know, and its own code is "
-            "not run. Give a Qwen2-VL, Qwen2.5-VL, Qwen3-VL or InternVL, or ask this one through a server of its own."
+            "not run. Give a Qwen2-VL, Qwen2.5-VL, Qwen3-VL, InternVL or SmolVLM, or ask this one through a server."
         )
 
 

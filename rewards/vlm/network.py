@@ -15,10 +15,10 @@ from visalign.rewards.weights.feature_cache import FeatureCache
 from visalign.vision.images import ImageFeatures, insert_features
 
 from .packing import Batch, attention_mask, batch_packs, collate, pack_rows
-from .requests import ImageEncoder, PatchEncoder, SeenImage, TileEncoder, TokenRow, by_patches
+from .requests import ImageEncoder, PatchEncoder, SeenImage, SplitEncoder, TileEncoder, TokenRow, by_patches
 
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-TILES = ("internvl",)  # Model types that read tiles; those of QWEN read patches
+TILES = {"internvl": TileEncoder, "smolvlm": SplitEncoder}  # Model types that read tiles; those of QWEN read patches
 STRIP = 16384  # Rows of the head that are multiplied at a time when all are needed
 
 
@@ -30,8 +30,8 @@ def image_encoder(model: Any, processor: Any, **changes: Any) -> ImageEncoder:
             return PatchEncoder(processor.image_processor, **changes)
         except ValueError as error:
             raise RewardError(str(error)) from error
-    if kind in TILES and hasattr(processor, "image_seq_length"):
-        return TileEncoder(processor)
+    if kind in TILES and hasattr(processor, "image_processor"):
+        return TILES[kind](processor)
     raise RewardError(
         f"A {type(model).__name__} ({kind!r}) with a {type(processor).__name__} is no vision-language judge; supported"
         f" are {', '.join((*QWEN, *TILES))}, each with its processor."
@@ -49,6 +49,7 @@ class SeeingNetwork:
     ) -> None:
         self.model, self.images, self.pad, self.max_tokens = model, images, pad, max_tokens
         self.trunk: Any = model.base_model
+        self.language: Any = self.trunk.text_model if hasattr(self.trunk, "text_model") else self.trunk.language_model
         self.merge = images.merge if positions == "mrope" else 0
         self.image_token: int = model.config.image_token_id
         self.cache: FeatureCache[ImageFeatures] = FeatureCache(feature_bytes)
@@ -124,7 +125,8 @@ class SeeingNetwork:
     @property
     def tower(self) -> list[nn.Parameter]:
         """Parameters of the vision tower and the projector."""
-        return [weight for name, weight in self.trunk.named_parameters() if "language_model." not in name]
+        language = set(map(id, self.language.parameters()))
+        return [weight for weight in self.trunk.parameters() if id(weight) not in language]
 
     def features(self, images: Sequence[SeenImage]) -> dict[SeenImage, ImageFeatures]:
         """Features of images: cached, or computed with gradient where the tower is trained or the image has one."""
@@ -168,4 +170,4 @@ class SeeingNetwork:
         mask = None if batch.segments is None else attention_mask(batch.segments.to(self.device), dtype)
         inputs["attention_mask"] = mask
         inputs = inputs if change is None else change(inputs)
-        return self.trunk.language_model(**inputs, use_cache=False).last_hidden_state
+        return self.language(**inputs, use_cache=False).last_hidden_state

@@ -38,6 +38,8 @@ class SeenImage:
     tokens: int = field(compare=False)  # Number of image tokens in the prompt
     # uint8 [3, H, W], or [F, 3, H, W] of a clip; float in [0, 1] of an image with a gradient
     pixels: Tensor = field(compare=False, repr=False)
+    ids: tuple[int, ...] = field(default=(), compare=False)
+    """Tokens in the image's place, where others stand between its own."""
 
 
 def _digest(pixels: Tensor) -> str:
@@ -70,6 +72,7 @@ class TileEncoder:
     """Tiles of one size, cut by the library's processor, for InternVL; its positions have no grid."""
 
     merge = 0
+    names = ("size", "image_mean", "image_std", "resample", "min_patches", "max_patches")  # What the identity holds
 
     def __init__(self, processor: Any) -> None:
         self._images, self._length = processor.image_processor, int(processor.image_seq_length)
@@ -80,24 +83,47 @@ class TileEncoder:
         tiles = self._images.get_number_of_image_patches(*pixels.shape[1:], {"crop_to_patches": True})
         return SeenImage(_digest(pixels), (int(tiles), 1, 1), int(tiles) * self._length, pixels)
 
+    def _cut(self, pixels: Tensor, **options: Any) -> Tensor:
+        options |= {"return_tensors": "pt", "input_data_format": "channels_first"}
+        if not pixels.is_floating_point():
+            return self._images(images=[pixels], **options)["pixel_values"]
+        exact = self._cut(rounded_levels(pixels.detach()), **options)
+        smooth = self._images(images=[pixels.float() * 255], **options)["pixel_values"]  # neither rounds nor clips
+        return smooth + (exact - smooth).detach()
+
     def features(self, trunk: Any, images: Sequence[SeenImage]) -> list[ImageFeatures]:
-        options = {"crop_to_patches": True, "return_tensors": "pt", "input_data_format": "channels_first"}
-
-        def cut(pixels: Tensor) -> Tensor:
-            if not pixels.is_floating_point():
-                return self._images(images=[pixels], **options)["pixel_values"]
-            exact = cut(rounded_levels(pixels.detach()))
-            smooth = self._images(images=[pixels.float() * 255], **options)["pixel_values"]  # neither rounds nor clips
-            return smooth + (exact - smooth).detach()
-
-        tiles = [cut(image.pixels) for image in images]
+        tiles = [self._cut(image.pixels, crop_to_patches=True) for image in images]
         device = trunk.get_input_embeddings().weight.device
         embeds = trunk.get_image_features(torch.cat(tiles).to(device), return_dict=True).pooler_output
         return [ImageFeatures(part.flatten(0, 1)) for part in embeds.split(list(map(len, tiles)))]
 
     def settings(self) -> dict[str, Any]:
-        names = ("size", "image_mean", "image_std", "resample", "min_patches", "max_patches")
-        return {name: str(getattr(self._images, name, None)) for name in names}
+        return {name: str(getattr(self._images, name, None)) for name in self.names}
+
+
+class SplitEncoder(TileEncoder):
+    """Square tiles and a small copy, with tokens of rows and columns between them, for SmolVLM."""
+
+    names = ("size", "image_mean", "image_std", "resample", "max_image_size", "do_image_splitting")
+
+    def __init__(self, processor: Any) -> None:
+        self._processor, self._images = processor, processor.image_processor
+
+    def measure(self, pixels: Tensor) -> SeenImage:
+        if pixels.ndim != 3:
+            raise RewardError("A model that cuts images into tiles takes no clip; give a Qwen2-VL.")
+        levels = rounded_levels(pixels.detach()) if pixels.is_floating_point() else pixels
+        split = self._images(images=[levels], return_row_col_info=True, input_data_format="channels_first")
+        text = self._processor.replace_image_token(split, 0)
+        ids = tuple(self._processor.tokenizer(text, add_special_tokens=False)["input_ids"])
+        rows, columns = split["rows"][0][0], split["cols"][0][0]
+        count = ids.count(self._processor.image_token_id)
+        return SeenImage(_digest(pixels), (rows * columns + 1, 1, 1), count, pixels, ids)
+
+    def features(self, trunk: Any, images: Sequence[SeenImage]) -> list[ImageFeatures]:
+        device = trunk.get_input_embeddings().weight.device
+        tiles = [self._cut(image.pixels).to(device) for image in images]
+        return [ImageFeatures(trunk.get_image_features(part, return_dict=True).pooler_output[0]) for part in tiles]
 
 
 ImageEncoder = PatchEncoder | TileEncoder
@@ -179,8 +205,11 @@ class RowEncoder:
         images = tuple(measured[id(image)] for image in query.images)
         remaining, ids = iter(images), []
         for token in text_ids:
-            is_image = token == self.image_token
-            ids += [*self._before, *[token] * next(remaining).tokens, *self._after] if is_image else [token]
+            if token != self.image_token:
+                ids.append(token)
+                continue
+            image = next(remaining)
+            ids += image.ids or [*self._before, *[token] * image.tokens, *self._after]
         if self.longest is not None and len(ids) > self.longest:
             raise ValueError(f"prompt and images take {len(ids)} tokens; the model reads {self.longest}: shrink them")
         if at is None:

@@ -44,7 +44,7 @@ def test_answer_yes_has_a_gradient_in_the_pixels(kind: str, size: tuple[int, int
     judge, pixels = RewardDance(tiny_engine(kind), template=ask_text("ok {prompt}?"), **LETTERS), noise(*size)
     value = judge.score_with_gradient(pixels.clone().requires_grad_(), PROMPTS)
     torch.testing.assert_close(value.detach(), judge.score(pixels, PROMPTS).value, rtol=1e-5, atol=1e-5)
-    rtol = 0.1 if size == (16, 16) else 0.3  # resized levels are rounded
+    rtol = 0.1 if size == (16, 16) and kind != "smolvlm" else 0.3  # resized levels are rounded
     check_gradient(lambda x: judge.score_with_gradient(x, PROMPTS), pixels, rtol=rtol)
 
 

@@ -56,13 +56,13 @@ def test_shared_beginnings_equal_separate_passes(monkeypatch) -> None:
     for kind in KINDS:
         judge, asks = tiny_judge(kind), asks_of_two()
         lengths: list[int] = []
-        own = judge.network.trunk.language_model.forward
+        own = judge.network.language.forward
 
         def counted(*args: Any, _own: Any = own, **given: Any) -> Any:
             lengths.append(given["inputs_embeds"].shape[:2].numel())  # noqa: B023
             return _own(*args, **given)
 
-        monkeypatch.setattr(judge.network.trunk.language_model, "forward", counted)
+        monkeypatch.setattr(judge.network.language, "forward", counted)
         shared = judge.hidden(TWO, asks).states
         cost = sum(lengths)
         judge.network.shares = False

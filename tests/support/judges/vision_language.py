@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -16,7 +18,13 @@ from transformers import (
     InternVLProcessor,
     InternVLVideoProcessor,
     PreTrainedModel,
+    SmolVLMConfig,
+    SmolVLMForConditionalGeneration,
+    SmolVLMImageProcessor,
+    SmolVLMProcessor,
+    SmolVLMVideoProcessor,
 )
+from transformers.models.smolvlm import processing_smolvlm
 
 from tests.support.models.vision_language import (
     IMAGE,
@@ -50,32 +58,37 @@ TWO = Template(
         },
     ],
 )
-KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl")
+KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "internvl3_5", "smolvlm")
 
 
 def tiny_judge(kind: str = "qwen2_vl", seed: int = 0, **options: Any) -> VisionLanguageEngine:
     """A judge with random weights; images of 8 × 8 pixels are one token (InternVL: tiles of 4 tokens)."""
-    if kind == "internvl":
-        return VisionLanguageEngine(tiny_tile_model(seed), tile_processor(), **options)
+    if kind in TILED:
+        return VisionLanguageEngine(TILED[kind][0](seed), TILED[kind][1](), **options)
     model = tiny_seeing_model(kind, seed, max_position_embeddings=512)
     return VisionLanguageEngine(model, tiny_processor(), **options)
 
 
-def tiny_tile_model(seed: int = 0) -> PreTrainedModel:
-    """InternVL with tiles of 16 × 16 pixels."""
-    language = {
-        "model_type": "qwen2", "vocab_size": 80, "hidden_size": 32, "intermediate_size": 48,
+def tiny_tile_model(seed: int = 0, language: str = "qwen2") -> PreTrainedModel:
+    """InternVL, or SmolVLM on a llama, with tiles of 16 × 16 pixels."""
+    text = {
+        "model_type": language, "vocab_size": 100, "hidden_size": 32, "intermediate_size": 48,
         "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
         "max_position_embeddings": 512, "initializer_range": 0.3, "bos_token_id": None, "eos_token_id": 2,
-        "pad_token_id": 0,
+        "pad_token_id": 0, "head_dim": 16,
     }  # fmt: skip
-    tower = {
+    tower: dict[str, Any] = {
         "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
         "image_size": [16, 16], "patch_size": [4, 4], "initializer_range": 0.3,
     }  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        config = InternVLConfig(text_config=language, vision_config=tower, image_token_id=IMAGE, image_seq_length=4)
+        if language == "llama":
+            tower |= {"image_size": 16, "patch_size": 4}
+            parts: Any = {"text_config": text, "vision_config": tower}
+            split = SmolVLMConfig(**parts, image_token_id=IMAGE, scale_factor=2, pad_token_id=0)
+            return SmolVLMForConditionalGeneration(split).eval()
+        config = InternVLConfig(text_config=text, vision_config=tower, image_token_id=IMAGE, image_seq_length=4)
         return InternVLForConditionalGeneration(config).eval()
 
 
@@ -94,6 +107,30 @@ def tile_processor() -> InternVLProcessor:
         image_seq_length=4,
         chat_template=TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<|image_pad|>"),
     )
+
+
+def split_processor() -> SmolVLMProcessor:
+    """Images of up to 32 pixels a side, cut into tiles of 16 and a small copy."""
+    tokenizer: Any = tiny_seeing_tokenizer()
+    marks = [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
+    tokenizer.add_tokens([*marks, "<global-img>", "<fake_token_around_image>"], special_tokens=True)
+    tokenizer.image_token, tokenizer.video_token = "<|image_pad|>", "<|video_pad|>"
+    images = SmolVLMImageProcessor(size={"longest_edge": 32}, max_image_size={"longest_edge": 16})
+    with patch.object(processing_smolvlm, "num2words", str):  # numbers of frames in words, of videos
+        return SmolVLMProcessor(
+            image_processor=images,
+            tokenizer=tokenizer,
+            video_processor=SmolVLMVideoProcessor(),
+            image_seq_len=4,
+            chat_template=TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<|image_pad|>"),
+        )
+
+
+TILED: dict[str, tuple[Callable[[int], Any], Callable[[], Any]]] = {
+    "internvl": (tiny_tile_model, tile_processor),
+    "internvl3_5": (partial(tiny_tile_model, language="qwen3"), tile_processor),
+    "smolvlm": (partial(tiny_tile_model, language="llama"), split_processor),
+}
 
 
 def noise(height: int, width: int, seed: int = 0) -> Tensor:
@@ -130,8 +167,8 @@ def images(count: int = 4, size: int = 16, seed: int = 0) -> Tensor:
 
 def tiny_engine(kind: str = "qwen2_vl", **options: Any) -> VisionLanguageEngine:
     """A random model, whose tokens are single letters."""
-    if kind == "internvl":
-        return VisionLanguageEngine(tiny_tile_model(), tile_processor(), name="tiny", **options)
+    if kind in TILED:
+        return VisionLanguageEngine(TILED[kind][0](0), TILED[kind][1](), name="tiny", **options)
     longer = {"max_position_embeddings": 1024, "initializer_range": 0.2}
     return VisionLanguageEngine(tiny_seeing_model(kind, **longer), tiny_processor(), name="tiny", **options)
 
