@@ -27,11 +27,13 @@ CATALOGUE: dict[str, Entry] = {
     "iqa": "visalign.rewards.scorers.iqa:Iqa",
     "ict": "visalign.rewards.scorers.ict:Ict",
     "hp": "visalign.rewards.scorers.hp:Hp",
+    "artefact": "visalign.rewards.scorers.hp:Artefact",
     "ict_hp": "visalign.rewards.scorers.ict_hp:IctHp",
     **{
         name: ("visalign.rewards.statistics:ImageStatistic", {"statistic": name})
         for name in ("brightness", "contrast", "saturation", "colourfulness", "edge_density")
     },
+    "adversarial": "visalign.rewards.scorers.adversarial:Adversarial",
     "hpsv3": "visalign.rewards.hpsv3.judge:HPSv3",
     "visual_quality_r1": "visalign.rewards.questions.visual_quality_r1:VisualQuality",
     "edit_reward": "visalign.rewards.hpsv3.edit_reward:EditReward",

@@ -149,10 +149,13 @@ class RewardCapabilities:
     """label -> 1, or -1 where lower is better, of the terms of weight 0."""
     constraints: Mapping[str, float] = field(default_factory=dict)
     """label -> bound at which a trainer holds the mean of the part "LABEL.weighted"."""
+    discriminators: Mapping[str, Any] = field(default_factory=dict)
+    """label -> term whose `head` a trainer of images moves to tell samples from references: `rewards.Adversarial`."""
     advantage_weights: Mapping[str, float] = field(default_factory=dict)
     """label -> strength λ with which a trainer scales advantages by the part "LABEL.std"."""
     at_iteration: Callable[[int], Any] | None = None
-    """Function of the iterations finished that returns the sum with its weights of then; None: they never change."""
+    """Function of the iterations finished that returns the reward, or the sum with its weights, of then; None: they
+    never change."""
     read_answer: Callable[[str, Mapping[str, Any]], str | None] | None = None
     """Function of a completion and its metadata that reads the answer which is judged; None: the reward names none."""
 

@@ -102,15 +102,21 @@ class WeightedSum:
             term_weights={label: weight for label, weight in weights.items() if weight},
             recorded_terms={label: self._sign(label) for label, weight in weights.items() if not weight},
             constraints={label: self._term(label, value) for label, value in bounds.items()},
+            discriminators={
+                n: d for n, term in zip(rewards, needs, strict=True) for d in term.discriminators.values()
+            },
             advantage_weights=strengths,
-            at_iteration=self.at if self._schedules else None,
+            at_iteration=self.at if self._schedules or any(term.at_iteration for term in needs) else None,
             read_answer=next((term.read_answer for term in needs if term.read_answer), None),
         )
 
     def at(self, iteration: int) -> WeightedSum:
-        """Return the sum with its weights after `iteration` iterations."""
+        """Return the sum with its weights, and its terms, after `iteration` iterations."""
         weights, changed = self._weights(iteration), copy(self)
-        changed.rewards = {label: (reward, weights[label]) for label, (reward, _) in self.rewards.items()}
+        terms = {label: (term, term.capabilities.at_iteration) for label, (term, _) in self.rewards.items()}
+        changed.rewards = {
+            label: (at(iteration) if at else term, weights[label]) for label, (term, at) in terms.items()
+        }
         term_weights = {label: weights[label] for label in self.capabilities.term_weights}
         changed.capabilities = replace(self.capabilities, term_weights=term_weights)
         return changed

@@ -32,6 +32,14 @@ from visalign.rewards.catalogue import check_options
 from visalign.rewards.clip.towers import ClipTowers
 
 
+def image_files(name: str, folder: str | Path) -> list[Path]:
+    """List the images of a folder and its subfolders, for the reward `name`."""
+    if not folder or not Path(folder).is_dir():
+        raise RewardError(f"{name}: {str(folder)!r} does not exist; give a folder of images.")
+    endings = set(Image.registered_extensions())
+    return [path for path in sorted(Path(folder).rglob("*")) if path.suffix.lower() in endings]
+
+
 class VendiGain:
     """Contribution of an image to the variety of its set: the Vendi score minus that without it.
 
@@ -152,8 +160,6 @@ class FrechetGain(VendiGain):
         self._texts, self._files = list[str](), list[Path]()
         if not isinstance(reference, str | Path):
             self._texts = list(map(str, reference))
-        elif not reference or not Path(reference).exists():
-            raise RewardError(f"{self.name}: reference={str(reference)!r} does not exist; give a folder or .txt file.")
         elif Path(reference).is_file():
             try:
                 lines = Path(reference).read_text(encoding="utf-8-sig").splitlines()
@@ -161,8 +167,7 @@ class FrechetGain(VendiGain):
                 raise RewardError(f"{self.name}: {str(reference)!r} is no UTF-8 text; save it so.") from error
             self._texts = [line for line in lines if line.strip()]
         else:
-            endings = set(Image.registered_extensions())
-            self._files = [path for path in sorted(Path(reference).rglob("*")) if path.suffix.lower() in endings]
+            self._files = image_files(self.name, reference)
         if (count := len(self._texts or self._files)) < 2:
             remedy = "give at least two: a folder of images, a .txt file with a text per line, or a list of texts"
             raise RewardError(f"{self.name}: reference={str(reference)!r} holds {count} exemplars; {remedy}.")

@@ -40,7 +40,9 @@ from visalign.training.policy.balance import RewardBalance
 from visalign.training.policy.constraints import RewardConstraints
 from visalign.training.policy.reference import Reference
 from visalign.training.policy.winners import ReplaySettings
+from visalign.vision.pixels import to_levels
 
+from .discriminator import OnlineDiscriminator, check_discriminators
 from .image_statistics import STATISTICS, group_diversity, image_statistics
 from .references import KEY as REFERENCES
 from .references import ReferenceImages
@@ -134,10 +136,16 @@ class ImageAlgorithm(Algorithm):
         self.groups = DynamicGroups(rollout.prompts_per_iteration, added[0]) if added[0].enabled else None
         check_processes(settings, rollout, reward, self.accelerator.num_processes)
         settings.check_reward(reward, renewed=renewed)
+        check_discriminators(settings, rollout, self_imitation, reward.capabilities)
         settings.check_features(features is not None)
         self.records, self.features, self.stored, self.references = records, features, stored, references
         self.caption_dropout, self.teacher = caption_dropout, teacher
         in_thread = rollout.overlap > 1 or rollout.staleness > 0
+        self.discriminators = [
+            OnlineDiscriminator(label, term, seed=seed, accelerator=self.accelerator)
+            for label, term in reward.capabilities.discriminators.items()
+        ]
+        self._sampled: list[Tensor] = []  # uint8 images of the iteration, for the discriminators
         self.scorer = RewardScorer(as_higher_is_better(reward), what="images", in_thread=in_thread)
         self.sampler = self._build_sampler(strata, cycle)
         self.samples = rollout.prompts_per_iteration * rollout.group_size
@@ -223,7 +231,8 @@ class ImageAlgorithm(Algorithm):
         self.scorer.iteration = run.counters.iteration
         if self.groups is None:
             images = self.constrained(self.scored(sample_round(run.counters.iteration), run.clock), run)
-            return images, Collected(experience=None, samples=self.samples, metrics=images.metrics)
+            metrics = {**images.metrics, **self._teach_discriminators(run)}
+            return images, Collected(experience=None, samples=self.samples, metrics=metrics)
         rounds: list[Mapping[str, float]] = []
         while self.groups.wants_more:
             images = self.scored(sample_round(self.groups.round), run.clock)
@@ -232,9 +241,19 @@ class ImageAlgorithm(Algorithm):
         taken = self.groups.take()
         names = dict.fromkeys(name for metrics in rounds for name in metrics)  # parts of rewards may be missing
         means = {name: fmean(metrics[name] for metrics in rounds if name in metrics) for name in names}
-        metrics = {**means, **self.groups.metrics()}
+        metrics = {**means, **self.groups.metrics(), **self._teach_discriminators(run)}
         images = select_images(taken, partial(self.encode, clock=run.clock)) if taken else None
         return images, Collected(experience=None, samples=self.samples * len(rounds), metrics=metrics)
+
+    def _teach_discriminators(self, run: Context) -> dict[str, float]:
+        """Let adversarial rewards learn from the iteration's images; return their metrics."""
+        metrics = dict[str, float]()
+        for discriminator in self.discriminators:
+            with run.clock.phase("reward"):
+                discriminator.learn(torch.cat(self._sampled), run.counters.iteration)
+            metrics |= discriminator.metrics()
+        self._sampled.clear()
+        return metrics
 
     def sample(
         self, number: int, clock: PhaseClock, sde_steps: Sequence[int] = (), iteration: int | None = None
@@ -258,6 +277,8 @@ class ImageAlgorithm(Algorithm):
             chunk = [records[i] for i in rows.tolist()]
             if self.keep_images is not None:
                 self.keep_images(f"{number:05d}_{int(rows[0]):04d}", images, chunk)
+            if self.discriminators:
+                self._sampled.append(to_levels(middle_frames(images)))
             scores.append(self.submit(images, chunk, clock))
             statistics.append(measured)
         return PendingImages(
@@ -447,6 +468,7 @@ class ImageAlgorithm(Algorithm):
         self.reference.finish(run, self.divergence)
         if self.references is not None:
             run.tensors[REFERENCES] = self.references.state()
+        run.tensors |= {discriminator.key: discriminator.state() for discriminator in self.discriminators}
         if self.groups is not None:
             run.counters.own["rounds"] = self.groups.round
 
@@ -455,6 +477,9 @@ class ImageAlgorithm(Algorithm):
         self.reference.restore(run)
         if self.references is not None:
             self.references.load(run.tensors.get(REFERENCES, {}))
+        for discriminator in self.discriminators:
+            if discriminator.key in run.tensors:  # else the run began without it
+                discriminator.load(run.tensors[discriminator.key])
         if self.groups is not None:
             self.groups.round = run.counters.own.get("rounds", 0)
 

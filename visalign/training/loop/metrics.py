@@ -70,6 +70,8 @@ METRICS: dict[str, str] = {
     "whose tool failed (failed)",
     "process_reward/*": "PRIME: loss and accuracy of its process reward, and updates skipped as not finite",
     "latent_flow/*": "RLFR: loss of flow matching on right completions, mean over its steps (loss)",
+    "discriminator/*": "adversarial reward: loss on the iteration's samples and references, and the share of both "
+    "that it told apart before it learnt from them (accuracy; 0.5: no better than chance)",
     "replay/*": "self-imitation: samples kept (size) and drawn to be learnt from again (samples), the "
     "baseline of their advantages, the weight of their loss",
     "kl_old": "mean k3 estimate of KL(π_old‖π) over trained tokens as they were trained, nats; with a "

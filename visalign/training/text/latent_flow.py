@@ -25,9 +25,9 @@ from visalign.core.advantages.hidden_states import flow_deviation, flow_rewards
 from visalign.seeds import sample_seed
 from visalign.text import TextPolicy, TextRollout
 from visalign.text.steps import StepRewards
+from visalign.training.policy.learning_reward import LearningReward
 from visalign.training.policy.reference import Reference
 
-from .online_process import LearningReward
 from .settings import LatentFlowSettings
 
 KEY = "latent_flow"

@@ -9,65 +9,19 @@ completions, with gradients summed over all. Cui et al., PRIME, arXiv 2502.01456
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
-from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 
 from visalign.seeds import sample_seed
 from visalign.text import TextPolicy, TextRollout
 from visalign.text.steps import StepRewards
-from visalign.training.loop.checkpoint import Checkpoint
-from visalign.training.loop.optimizer import AdamWSettings, TrainedWeights
-from visalign.training.loop.processes import get_accelerator, sum_gradients
+from visalign.training.loop.processes import get_accelerator
+from visalign.training.policy.learning_reward import LearningReward
 from visalign.training.process.implicit import ImplicitTexts
 
 from .settings import OnlineProcessSettings
-
-
-class LearningReward:
-    """`ProcessReward` that learns from each iteration's completions; `key` names its file in a checkpoint."""
-
-    key: str
-    learn: Callable[[TextRollout, Tensor, int], None]
-    """Learn from this process's completions and rewards [b] (NaN: failed) of an iteration; all processes call it."""
-
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter]], lr: float, accelerator: Accelerator) -> None:
-        self.named, self._accelerator, self._metrics = dict(named), accelerator, dict[str, float]()
-        self._weights = TrainedWeights([*self.named.items()], AdamWSettings(lr=lr, eps=1e-8, weight_decay=0.0))
-
-    def metrics(self) -> dict[str, float]:
-        """Return metrics of the last pass."""
-        return self._metrics
-
-    def state(self) -> dict[str, Tensor]:
-        """Return weights and AdamW's moments, for a checkpoint."""
-        parts = self._weights.tensors()
-        return {f"{part}.{name}": value.clone() for part, values in parts.items() for name, value in values.items()}
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from a checkpoint."""
-        parts: dict[str, dict[str, Tensor]] = {"trainable": {}, "optimizer": {}}
-        for key, value in state.items():
-            part, _, name = key.partition(".")
-            parts.get(part, {})[name] = value.clone()
-        self._weights.restore(Checkpoint(step=0, tensors=parts, state={}))
-
-    def _update(self, max_norm: float = math.inf) -> bool:
-        """Take AdamW's step on gradients summed over the processes; False, and no step, where one is not finite."""
-        self._weights.gather_gradients(1.0)
-        sum_gradients([master for _, master in self._weights.masters], self._accelerator)
-        if is_finite := math.isfinite(self._weights.clip(max_norm)):
-            self._weights.step()
-        self._weights.clear()
-        return is_finite
-
-    def _sum(self, *values: float) -> list[float]:
-        """Sum over the processes."""
-        total: Any = self._accelerator.reduce(torch.tensor(values, device=self._accelerator.device), "sum")
-        return total.tolist()
 
 
 class OnlineProcessReward(LearningReward):

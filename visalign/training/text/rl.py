@@ -38,6 +38,7 @@ from visalign.training.loop.processes import get_accelerator, synced_last
 from visalign.training.loop.sampler import PromptSampler
 from visalign.training.loop.sharding import pad_batches
 from visalign.training.policy.balance import RewardBalance
+from visalign.training.policy.learning_reward import LearningReward
 from visalign.training.policy.reference import GatedKL, Reference
 from visalign.training.policy.update import PolicyStep, backward, prepare_steps, update_metrics, with_bundles
 from visalign.training.policy.winners import KEY as IMITATION_KEY
@@ -45,7 +46,6 @@ from visalign.training.policy.winners import KEY as IMITATION_KEY
 from .collect import PendingRound, TextExperience, collect, sample_completions
 from .entropy_metrics import covariance_metrics, entropy_drop
 from .latent_flow import LatentFlow
-from .online_process import LearningReward
 from .parts import (
     CompletionGenerator,
     Demonstrations,
