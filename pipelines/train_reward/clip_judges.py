@@ -102,6 +102,9 @@ class HpJudge(TrainedJudge):
         pixels = self.judge.towers.pixels(images)
         if len(examples[0].images) == 2:
             return pair_batch({"pixels": pixels}, examples, heldout=heldout)
+        if len(examples[0].images) == 1:  # a rating from 1 to 5 as the probability of no artefact
+            target = (torch.tensor([example.target for example in examples]) - 1) / 4
+            return RewardBatch(inputs={"pixels": pixels}, size=len(examples), target=target)
         assert self.ict is not None  # of ict_hp, which alone reads triples
         towers = self.ict.towers
         with torch.no_grad():

@@ -31,12 +31,13 @@ JUDGE_KINDS = {
     "hpsv3": JudgeKind(("uncertainty", "uncertainty_upstream", "upstream_monte_carlo", "bradley_terry"), "hpsv3"),
     "yes_no": JudgeKind(("yes_no",), "reward_dance"),
     "pair": JudgeKind(("yes_no",), "reward_dance_pairs"),
-    "rating": JudgeKind(("rating", "rating_fidelity"), "visual_quality_r1"),
+    "rating": JudgeKind(("rating", "rating_fidelity", "rating_distribution"), "visual_quality_r1"),
     "critique": JudgeKind(("critique",), None),
     "checklist": JudgeKind(("checklist", "checklist_answers"), "vision_reward"),
     "heie": JudgeKind(("heie",), "heie"),
     "ict": JudgeKind(("ict",), "ict"),
     "hp": JudgeKind(("hp", "bradley_terry", "ict_hp"), "hp"),
+    "artefact": JudgeKind(("bce",), "artefact"),
 }
 
 
@@ -74,8 +75,8 @@ class IctModel(TrainedModel):
 class HpModel(TrainedModel):
     """A new head on the image alone, trained in float32."""
 
-    kind: Literal["hp"] = "hp"
-    """hp."""
+    kind: Literal["hp", "artefact"] = "hp"
+    """hp, or artefact (is an image free of artefacts, from rated images: arXiv 2601.03468)."""
     train: Literal["head", "full"] = "head"
     """The new head alone, or the image's tower with it."""
     path: str = "shapes-clip"
@@ -118,6 +119,9 @@ class Hpsv3Model(SeeingModel):
     """The head alone, adapters in the language part with it, or everything."""
     head: Annotated[list[Count], Field(min_length=2, max_length=2)] | None = None
     """Inner widths of the head; null: the published ones, 1024 and 16."""
+    condition: Count | None = None
+    """HPSv3++: width of the layers that condition the head on the generator's capability, which it infers, and on the
+    RL iteration, the column iteration of a file of pairs (0 to 1; 0 without it). Published: 256. null: none."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -40,8 +40,10 @@ class Example:
     votes: tuple[int, int, int] | None = None  # Pairs: for the first, for the second, for neither
     target: float = math.nan
     """Rated images: the mean opinion, 1 to 5 for the embedded models; answers: 1 or 0 for right."""
+    spread: float = math.nan  # Rated images: standard deviation of the opinions, or of the judge
     critique: str = ""  # Answers: what a judge wrote
     weight: float = 1.0  # Pairs: how much it counts beside the others
+    iteration: float = 0.0  # Pairs: progress of the generator's RL, 0 to 1
     refined: str | None = None  # Triples: the prompt of the third image; None: the same
     features: Tensor | None = None  # [images, F] what a frozen model says of the images, in their stead
     heat: Tensor | None = None  # Marked images: [h, w] share of the voters who boxed each cell
@@ -128,7 +130,12 @@ def shapes_ratings(seed: int, count: int, *, split: str = "train", **world: Any)
 
     def example(number: int) -> Example:
         rated = preferences.quality(number)
-        return Example(prompt=rated.scene.record["prompt"], images=(as_image(render(rated.scene)),), target=rated.mos)
+        return Example(
+            prompt=rated.scene.record["prompt"],
+            images=(as_image(render(rated.scene)),),
+            target=rated.mos,
+            spread=rated.std,
+        )
 
     return _shapes(count, split, example)
 
@@ -158,7 +165,13 @@ def file_pairs(
         rows.append(Row(where, pair.prompt, (pair.image_left, pair.image_right)))
         truth = pair.label if pair.label == 0.5 else float(pair.label > 0.5)
         weight = 1.0 if weights is None else weights[number]
-        labels.append(Example(prompt=pair.prompt, label=pair.label, truth=truth, votes=pair.votes, weight=weight))
+        step = pair.extra.get("iteration", 0.0)
+        if not (isinstance(step, int | float) and 0 <= step <= 1):
+            raise UserError(
+                f"{where} has iteration {excerpt(step)}; needed is a number from 0 (before RL) to 1 (its end)."
+            )
+        values = {"label": pair.label, "truth": truth, "votes": pair.votes, "weight": weight}
+        labels.append(Example(prompt=pair.prompt, iteration=step, **values))
         if triples_in is not None and pair.label != 0.5 and pair.extra.get("image_refined"):
             better = pair.image_left if pair.label > 0.5 else pair.image_right
             images = (image_path(dict(pair.extra), "image_refined", triples_in), better)
@@ -201,7 +214,10 @@ def file_ratings(records: QualitySet) -> Examples:
     sign = 1.0 if records.higher_is_better else -1.0
     where = [f"row {records.row(number)} of '{records.name}'" for number in range(len(records))]
     rows = [Row(w, None, (record.image,)) for w, record in zip(where, records.records, strict=True)]
-    labels = [Example(prompt=record.prompt, target=sign * record.mos) for record in records.records]
+    labels = [
+        Example(prompt=r.prompt, target=sign * r.mos, spread=math.nan if r.std is None else r.std)
+        for r in records.records
+    ]
     content = (record.to_row() for record in records.records)
     return _from_files(rows, labels, content, prompts=(record.origin for record in records.records))
 

@@ -146,6 +146,12 @@ def _ratings(config: TrainRewardConfig, records: QualitySet) -> Examples:
     if outside:
         values = listed([f"{mos:g} in row {row}" for mos, row in outside])
         raise UserError(f"mos is {values}; this judge answers from 1 to 5. Rescale the column.")
+    lacking = [records.row(i) for i, record in enumerate(records.records) if record.std is None]
+    if config.objective.task == "rating_distribution" and lacking:
+        raise UserError(
+            f"objective.task is rating_distribution, and row {lacking[0]} has a mos without its std. Give the column "
+            "(scores of visalign score have it), a row per rater, or objective.task=rating."
+        )
     return file_ratings(records)
 
 

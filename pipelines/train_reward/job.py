@@ -31,7 +31,8 @@ MEANING = {
     "std_auroc_votes": "AUROC of it for pairs against the majority of the votes",
     "std_auroc_lead": "the same among pairs of equal lead",
     "mass_low": "probability of all answers that are read, its 1 % quantile over the examples",
-    "mae": "mean absolute error of the rating, or of the plausibility",
+    "mae": "mean absolute error of the rating, of the plausibility, or of the probability of no artefact",
+    "artefact_auroc": "AUROC of the probability of no artefact for images rated 3 and above",
     "srcc": "Spearman correlation with the mean opinion score, or with the plausibility",
     "heat_auroc": "AUROC of the map's cells for cells that a half of the voters boxed",
     "answer_accuracy": "answers on the side of most people",
@@ -110,7 +111,8 @@ def build_judge(config: TrainRewardConfig, device: Any) -> Any:
     from .clip_judges import HpJudge, IctJudge
     from .vlm_judges import AnswerJudge, HeieJudge, Hpsv3Judge
 
-    kinds = {"hpsv3": Hpsv3Judge, "checklist": ChecklistJudge, "heie": HeieJudge, "ict": IctJudge, "hp": HpJudge}
+    kinds = {"hpsv3": Hpsv3Judge, "checklist": ChecklistJudge, "heie": HeieJudge, "ict": IctJudge}
+    kinds |= dict.fromkeys(("hp", "artefact"), HpJudge)
     return kinds.get(config.model.kind, AnswerJudge)(config, device)
 
 

@@ -65,6 +65,8 @@ class Measure:
         value, mass, target = torch.cat(values, 1)
         if task.labels == "checks":
             return {**_answer_measures(value, target), "mass_low": float(mass.quantile(LOW))}
+        if self.config.model.kind == "artefact":
+            return {**rating_measures(value.sigmoid(), target), "artefact_auroc": auroc(value, target >= 0.5)}
         measures = rating_measures if task.labels == "rows" else _critique_measures
         return {**measures(value, target), "mass_low": float(mass.quantile(LOW))}
 
@@ -79,7 +81,8 @@ class Measure:
             odds, answered = outputs["odds"].cpu().double(), ~torch.isnan(batch.target)
             mass = outputs["log_mass"].cpu().double().exp()[:, None].expand_as(odds)
             return torch.stack([odds[answered], mass[answered], batch.target.double()[answered]])
-        value, mass = outputs["value"].cpu().double(), outputs["log_mass"].cpu().double().exp()
+        value = outputs["value"].cpu().double()
+        mass = outputs["log_mass"].cpu().double().exp() if "log_mass" in outputs else torch.ones_like(value)
         return torch.stack([value, mass, batch.target.double()])
 
 

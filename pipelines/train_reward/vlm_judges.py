@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from visalign.atomic import umask_permissions
+from visalign.core.preference.fidelity import rating_distribution
 from visalign.rewards.chat.deepseek_grm import META
 from visalign.rewards.heie.heads import (
     HeieHeads,
@@ -24,7 +25,7 @@ from visalign.rewards.heie.heads import (
     resize_maps,
 )
 from visalign.rewards.heie.judge import HEADS
-from visalign.rewards.hpsv3.head import HIDDEN, RanknetHead
+from visalign.rewards.hpsv3.head import HIDDEN, ConditionedHead, RanknetHead
 from visalign.rewards.hpsv3.model import REWARD_TOKEN, HPSv3Model
 from visalign.rewards.questions.reward_dance import EXPLAIN, PAIR, YES_NO
 from visalign.rewards.questions.visual_quality_r1 import RATING
@@ -48,11 +49,13 @@ class Hpsv3Judge(SeeingJudge):
         with torch.random.fork_rng():
             torch.manual_seed(config.seed)
             widths = self.settings.head or HIDDEN
-            head = RanknetHead(size, hidden=(widths[0], widths[1]))
+            condition = {} if self.settings.condition is None else {"condition": self.settings.condition}
+            head = (ConditionedHead if condition else RanknetHead)(size, hidden=(widths[0], widths[1]), **condition)
             self.judge = HPSv3Model(self.engine, head.to(device))
             self.judge.add_token()
             self.unfreeze()
-        self.judge.head.requires_grad_(True)
+        for name, parameter in self.judge.head.named_parameters():
+            parameter.requires_grad_("pool_attn" not in name)  # it has no effect on single images
         self.module = self.judge
         if self.settings.train == "lora":
             self._train_token()
@@ -76,13 +79,14 @@ class Hpsv3Judge(SeeingJudge):
 
     def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
         parameters = [(f"backbone.{name}", p) for name, p in trainable(self.engine.model)]
-        parameters += [(f"head.{name}", p) for name, p in self.judge.head.named_parameters()]
+        parameters += [(f"head.{name}", p) for name, p in trainable(self.judge.head)]
         return parameters if self.token is None else [*parameters, ("reward_token", self.token)]
 
     def encode(self, examples: Sequence[Example], *, heldout: bool = False) -> RewardBatch:
         prompts = [example.prompt for example in examples]
         batch = self.judge.encode(pair_images(examples), [*prompts, *prompts])
         refuse(batch.reasons, [*prompts, *prompts])
+        batch = replace(batch, iteration=torch.tensor([example.iteration for example in examples] * 2))
         return pair_batch(batch, examples, heldout=heldout)
 
     def __call__(self, inputs: Any) -> Outputs:
@@ -107,7 +111,7 @@ class AnswerJudge(SeeingJudge):
 
     def __init__(self, config: TrainRewardConfig, device: torch.device) -> None:
         super().__init__(config, device)
-        self.kind = config.model.kind
+        self.kind, self.is_student = config.model.kind, config.objective.task == "rating_distribution"
         default = {"yes_no": YES_NO, "pair": PAIR, "rating": RATING, "critique": META}[self.kind]
         self.template = self.engine.template(META.name if self.kind == "critique" else self.kind, default)
         self._fields = check_fields(self.template)
@@ -142,6 +146,9 @@ class AnswerJudge(SeeingJudge):
             scale = 1.0 if self.kind == "yes_no" else 0.5  # half the difference of both orders
             return pair_batch((rows, scale), examples, heldout=heldout)
         target = torch.tensor([example.label if self.kind == "pair" else example.target for example in examples])
+        if self.is_student and not heldout:
+            spread = torch.tensor([example.spread for example in examples])
+            target = rating_distribution(target, spread, self.scores)
         if self.kind == "pair":
             target = torch.cat([target, 1 - target])
         return RewardBatch(inputs=(rows, 1.0), size=len(examples), target=target)
@@ -158,7 +165,8 @@ class AnswerJudge(SeeingJudge):
         scores = self.scores.to(prob)
         mean = prob @ scores
         variance = (prob * (scores - mean[:, None]).square()).sum(-1)
-        return {"value": mean, "log_std": 0.5 * variance.clamp(min=1e-12).log(), "log_mass": log_mass}
+        outputs = {"value": mean, "log_std": 0.5 * variance.clamp(min=1e-12).log(), "log_mass": log_mass}
+        return {**outputs, "log_prob": logits.log_softmax(-1)}
 
     @torch.no_grad()
     def save(self, folder: Path) -> None:

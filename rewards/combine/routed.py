@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,7 +39,9 @@ class Routed:
     def __init__(self, reward: Any, where: Where) -> None:
         self.reward, self.where = with_capabilities(reward), where
         self.name, self.unit, self.range = reward.name, reward.unit, reward.range
-        self.higher_is_better, self.capabilities = reward.higher_is_better, self.reward.capabilities
+        self.higher_is_better, can = reward.higher_is_better, self.reward.capabilities
+        at = can.at_iteration
+        self.capabilities = replace(can, at_iteration=at and (lambda iteration: Routed(at(iteration), where)))
 
     def score(self, samples: Any, prompts: Sequence[Any], metadata: Metadata | None = None) -> Scores:
         """Score the samples whose records match."""

@@ -46,9 +46,12 @@ class UncertaintyUsed:
     ) -> None:
         check_choices("UncertaintyUsed", how=(how, ("lower_bound", "weight", "bhattacharyya")))
         self.reward: Any = with_capabilities(reward)
-        needs = self.reward.capabilities
+        needs, use = self.reward.capabilities, {"how": how, "strength": strength, "reference": reference}
+        at: Any = needs.at_iteration
         self.capabilities = RewardCapabilities(
-            needs_group=needs.needs_group, needs_batch=how == "bhattacharyya" or needs.needs_batch
+            needs_group=needs.needs_group,
+            needs_batch=how == "bhattacharyya" or needs.needs_batch,
+            at_iteration=at and (lambda iteration: UncertaintyUsed(at(iteration), **use)),
         )
         self.how, self.strength, self.reference = how, strength, reference
         self.name, self.unit = f"{reward.name}_{how}", reward.unit

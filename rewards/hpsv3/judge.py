@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visalign.interfaces import Metadata, Scores
-from visalign.rewards.base.contract import make_scores, read_request, scatter
+from visalign.interfaces import Metadata, RewardCapabilities, Scores
+from visalign.rewards.base.contract import RewardError, check_counts, make_scores, read_request, scatter
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.vlm.engine import check_loading
 from visalign.rewards.vlm.requests import askable_rows, requests
@@ -34,8 +36,9 @@ from visalign.rewards.vlm.template import Template
 from visalign.rewards.weights.checkpoint_files import dtype_of
 from visalign.rewards.weights.fingerprints import WeightPrint, evaluation_mode
 
+from .head import ConditionedHead
 from .loading import load_hpsv3
-from .model import HPSv3Model, mark_not_finite
+from .model import HPSv3Batch, HPSv3Model, mark_not_finite
 
 PUBLISHED = "MizzenAI/HPSv3"
 """Hub id of the published weights; config and processor come from `loading.BASE`."""
@@ -51,6 +54,8 @@ class HPSv3:
             (`PUBLISHED`), or the module.
         base: config and processor for the published layout; see `loading.load_hpsv3`.
         template: replaces the folder's.
+        ramp: of HPSv3++, whose head takes the generator's progress in RL: iterations of a run over which it goes from
+            0.3 to 1 where the reward is trained on; it is 0 elsewhere.
     """
 
     name = "hpsv3"
@@ -64,11 +69,15 @@ class HPSv3:
         *,
         base: str | Path | None = None,
         template: Template | None = None,
+        ramp: int | None = None,
         device: str | torch.device = "cpu",
         precision: str = "auto",
         **options: Any,
     ) -> None:
         check_loading(self.name, options)
+        check_counts(self.name, ramp=ramp)
+        self.iteration, self._ramp = 0.0, ramp
+        self.capabilities = RewardCapabilities(at_iteration=None if ramp is None else self.at)
         self._source = model
         self._options = {"base": base, "template": template, "device": device, **options}
         self._options["dtype"] = dtype_of(precision, "hpsv3: ", device)
@@ -80,8 +89,20 @@ class HPSv3:
             self._print = WeightPrint(self._source, None)
             return self._source
         model = load_hpsv3(self._source, **self._options)
+        if self._ramp and not isinstance(model.head, ConditionedHead):
+            raise RewardError(
+                f"{self.name}: ramp is of HPSv3++, and the head of {str(self._source)!r} takes no iteration. Leave it "
+                "out, or train one: visalign train-reward model.condition=256."
+            )
         self._print = WeightPrint(model, model.engine.weights)
         return model
+
+    def at(self, iteration: int) -> HPSv3:
+        """Return the reward for a policy after `iteration` iterations of its run; it shares the model."""
+        _ = self.model  # loaded once for all
+        changed = copy(self)
+        changed.iteration = 0.3 + 0.7 * min(1.0, iteration / (self._ramp or 1))
+        return changed
 
     @classmethod
     def from_pretrained(cls, model_path: str | Path, **options: Any) -> HPSv3:
@@ -93,8 +114,12 @@ class HPSv3:
     @property
     def identity(self) -> Identity:
         """Identity of the scores; positions are among the options."""
-        fields = self.model.engine.identity_fields(self.model.template, clamp=self.model.clamp)
+        condition = {"iteration": self.iteration} if isinstance(self.model.head, ConditionedHead) else {}
+        fields = self.model.engine.identity_fields(self.model.template, clamp=self.model.clamp, **condition)
         return Identity(judge=self.name, **{**fields, "weights": str(self._print)})
+
+    def _encode(self, images: Sequence[Tensor], prompts: Sequence[str]) -> HPSv3Batch:
+        return replace(self.model.encode(images, prompts), iteration=self.iteration)
 
     @torch.no_grad()
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
@@ -102,7 +127,7 @@ class HPSv3:
         request = read_request(self.name, images, prompts, metadata)
         reasons = list(request.images.reasons)
         rows, queries = requests(request, self.model.template, reasons)
-        batch = self.model.encode([query.images[0] for query in queries], [query.prompt for query in queries])
+        batch = self._encode([query.images[0] for query in queries], [query.prompt for query in queries])
         for row, reason in zip(rows, batch.reasons, strict=True):
             reasons[row] = reason
         rows = [rows[index] for index in batch.index]
@@ -117,7 +142,7 @@ class HPSv3:
     def score_with_gradient(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """Compute the means [B] float32 of images [B, 3, H, W] in [0, 1], differentiable in the pixels."""
         rows = askable_rows(self.model.template, prompts)
-        batch = self.model.encode([images[row] for row in rows], [prompts[row] for row in rows])
+        batch = self._encode([images[row] for row in rows], [prompts[row] for row in rows])
         value = torch.full((len(prompts),), torch.nan)
         if len(batch):
             with evaluation_mode(self.model):

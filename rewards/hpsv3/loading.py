@@ -30,12 +30,13 @@ from visalign.rewards.vlm.template import SETTINGS, JudgeSettings, Template, que
 from visalign.rewards.weights.checkpoint_files import check_fit, quiet_loading, read_tensors
 from visalign.rewards.weights.hub import SMALL_FILES, local_folder, revision_of
 
-from .head import RanknetHead
+from .head import ConditionedHead, RanknetHead
 from .model import HEAD_FILE, REWARD_TOKEN, HPSv3Model, add_reward_tokens, read_clamp
 
 PIXELS = 448 * 448
 """Smallest and largest size of a resized image in the published model."""
 _FILES = ("*.safetensors", "*.pt", "*.pth", "*.bin")
+HEADS = ("rm_head.", "cap_encoder.", "cond_encoder.", "film_gen.")  # Those of HPSv3++ among them
 BASE = "Qwen/Qwen2-VL-7B-Instruct"
 """Hub id of the config and processor that the published weights need."""
 
@@ -55,8 +56,10 @@ def load_hpsv3(
     path = find_weights(path_or_id)
     if path.is_dir() and "head" in JudgeSettings.read(path).rest:
         return _load_ours(path, base, template, **options).eval().requires_grad_(False)
-    engine, tensors = published_engine(path, base, default_base=BASE, heads="rm_head.", **options)
+    engine, tensors = published_engine(path, base, default_base=BASE, heads=HEADS, **options)
     head = RanknetHead.from_state_dict(tensors).to(engine.network.device)
+    if isinstance(head, ConditionedHead) and engine.positions == "1d":
+        raise RewardError("HPSv3++ was trained with three-axis positions. Give positions='mrope'.")
     model = HPSv3Model(engine, head, template=template or engine.template("hpsv3", PUBLISHED_TEMPLATE), clamp=None)
     return model.eval().requires_grad_(False)
 
@@ -83,9 +86,9 @@ def _load_ours(folder: Path, base: str | Path | None, template: Template | None,
 
 
 def published_engine(
-    path: Path, base: str | Path | None, *, default_base: str | Path | None, heads: str, **options: Any
+    path: Path, base: str | Path | None, *, default_base: str | Path | None, heads: str | tuple, **options: Any
 ) -> tuple[VisionLanguageEngine, dict[str, Tensor]]:
-    """Load one weight file or its folder: (model, tensors under the prefix `heads`); adds the reward token.
+    """Load one weight file or its folder: (model, tensors under the prefixes `heads`); adds the reward token.
 
     Config and processor are those of `base`, else of the folder, else of `default_base`.
     """

@@ -39,6 +39,7 @@ class HPSv3Batch:
     rows: list[TokenRow]  # N valid rows
     index: list[int]  # Index of each row among the B given ones
     reasons: list[str | None]  # Reason why one of the B cannot be judged; None for the others
+    iteration: Tensor | float = 0.0  # RL iteration in [0, 1], or one of each row, for HPSv3++'s head
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -123,14 +124,14 @@ class HPSv3Model(nn.Module):
         """Compute hidden states [N, H] float32 at the reward tokens: all that training the head needs."""
         return self.engine.states(batch.rows)
 
-    def read(self, features: Tensor) -> tuple[Tensor, Tensor]:
+    def read(self, features: Tensor, iteration: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
         """(mean [N], log-deviation [N]) float32 of hidden states [N, H]."""
-        mean, log_std = self.head(features).unbind(1)
+        mean, log_std = self.head(features, iteration).unbind(1)
         return mean, log_std if self.clamp is None else soft_clamp(log_std, *self.clamp)
 
     def forward(self, batch: HPSv3Batch) -> tuple[Tensor, Tensor]:
         """(mean [N], log-deviation [N]) float32, in the order of `batch.rows`."""
-        return self.read(self.features(batch))
+        return self.read(self.features(batch), batch.iteration)
 
     def save_pretrained(self, folder: str | Path, *, base: str | None = None) -> None:
         """Write what `HPSv3` reads.

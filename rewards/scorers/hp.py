@@ -143,3 +143,27 @@ class Hp(ClipHeadJudge):
     def identity(self) -> Identity:
         _ = self.head
         return self.towers.identity(self.name, head=str(self._head_print))
+
+
+class Artefact(Hp):
+    """Probability that an image is free of artefacts, by a small head on a CLIP tower; prompts are ignored.
+
+    A regulariser next to a reward that can be hacked. `visalign train-reward model.kind=artefact objective.task=bce`
+    trains it on rated images, 1 for an artefact and 5 for none.
+
+    Hong et al., "Understanding Reward Hacking in Text-to-Image Reinforcement Learning", arXiv 2601.03468.
+
+    Args:
+        model: a folder that train-reward wrote.
+    """
+
+    name = "artefact"
+    unit = "probability of no artefact"
+    range = (0.0, 1.0)
+
+    def __init__(self, model: str | Path, *, device: str | torch.device = "cpu", **towers: Any) -> None:
+        super().__init__(model, device=device, **towers)
+
+    def rate(self, features: Tensor) -> Tensor:
+        """Map embeddings [n, D] to probabilities."""
+        return super().rate(features).sigmoid()

@@ -55,7 +55,7 @@ preference.bradley_terry: average_pairs bradley_terry_loss margin_ranking_loss o
     soft_labels tie_log_prob vote_shares
 preference.direct: DIRECT DirectRow direct_preference_loss dynamic_labels implicit_reward kto_loss
     kto_reference_point
-preference.fidelity: answer_statistics fidelity fidelity_loss fidelity_rewards quality_preferences
+preference.fidelity: answer_statistics fidelity fidelity_loss fidelity_rewards quality_preferences rating_distribution
     thurstone_probability thurstone_score
 preference.heatmaps: ctrl_u_loss ctrl_u_weight fuse_heatmaps laplace_loss
 preference.ict: IctLabels hp_loss ict_hp_loss ict_labels ict_loss truncated_score

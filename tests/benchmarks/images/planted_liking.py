@@ -10,13 +10,17 @@ brightness or saturation, s its spread within groups, λ = 0.3. `shapes_grpo_gua
 
 - score: u + 0.15 n, n ~ N(0, 1) of the image;
 - win rate: votes u_left - u_right + 0.15 √2 n > 0, n of the pair, by a judge with mistakes of its own;
-- score, one deviation: the scores divided by the deviation of the batch.
+- score, one deviation: the scores divided by the deviation of the batch;
+- adversarial: the score and a discriminator with references of the world (Adv-GRPO), a logit for 0.5;
+- artefact: the score and a classifier of artefacts (--artefact FOLDER, of shapes_artefact), weight 2.
 
 **The claim is refuted** where the interval (mean ± t of seeds × likings, 95 %) of the verified accuracy under
 win rates less that under scores holds 0 or lies below, at equal iterations and at equal KL; it cannot be told
-where the scores' own run loses nothing. --start trains nothing: slopes of the first advantages on truth and
-liking; the explanation is refuted where groups without true difference teach the liking under win rates as
-under scores.
+where the scores' own run loses nothing. **A term stops the hack** where the accuracy of all held-out prompts ends no
+more than 0.05 below its start, and does not where it ends 0.2 or more below; in between is undecided.
+
+--start trains nothing: slopes of the first advantages on truth and liking; the explanation is refuted where
+groups without true difference teach the liking under win rates as under scores.
 """
 
 from __future__ import annotations
@@ -130,18 +134,26 @@ def normal(seed: int, *images: Any) -> float:
 
 WIN_RATES = f"comparison={{both_orders: false, hard: true, scores: [{', '.join(WATCHED)}]}}"
 BATCH = "objective.changes_for.grpo_guard.advantage_options={scale: batch}"
+MIXED = "rewards.allow_mixed_units=true"
 ARMS: dict[str, tuple[str, list[str]]] = {
     "score": ("Score", []),
     "win rate": ("Votes", [WIN_RATES]),
     "score, one deviation": ("Score", [BATCH]),
+    "adversarial": (
+        "Score",
+        [MIXED, "rewards.terms.adversarial={weight: 0.5, options: {references: 'shapes:images'}}"],
+    ),
+    "artefact": ("Score", [MIXED]),
 }
 
 
-def run(folder: Path, arm: str, liking: str, seed: int, iterations: int) -> None:
+def run(folder: Path, arm: str, liking: str, seed: int, iterations: int, artefact: Path | None = None) -> None:
     """One run by the command that a user gives; nothing where its summary is there."""
     if (folder / "summary.json").is_file():
         return
     judge, changes = ARMS[arm]
+    if arm == "artefact":
+        changes = [*changes, f"rewards.terms.artefact={{weight: 2.0, options: {{model: {artefact}}}}}"]
     own = 2 * seed + (judge == "Votes")  # the mistakes of two judges have nothing in common
     watched = (
         "truth: {name: shapes_verifier, options: {mode: mixed}, weight: 0}, brightness: {weight: 0}, "
@@ -339,7 +351,10 @@ def main() -> None:
     parser.add_argument("--start", type=int, metavar="PROMPTS", help="train nothing: before the first update")
     parser.add_argument("--iterations", type=int, default=40)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS)[:3])
+    parser.add_argument(
+        "--artefact", type=Path, help="folder of the classifier of artefacts, for the arm of that name"
+    )
     parser.add_argument("--likings", nargs="+", choices=list(SPREAD), default=list(SPREAD))
     given = parser.parse_args()
     if given.start is not None:
@@ -352,7 +367,7 @@ def main() -> None:
         for liking in given.likings:
             for arm in given.arms:
                 name = f"{arm.replace(', ', '_').replace(' ', '_')}_{liking}_{seed}"
-                run(given.output / name, arm, liking, seed, given.iterations)
+                run(given.output / name, arm, liking, seed, given.iterations, given.artefact)
                 runs[arm, liking, seed] = read(given.output / name, liking)
                 print(name, f"{runs[arm, liking, seed]['after']:.3f}", flush=True)
     points = sorted({1, *range(10, given.iterations + 1, 10), given.iterations})

@@ -15,6 +15,7 @@ from visalign.core.preference.fidelity import (
     fidelity_loss,
     fidelity_rewards,
     quality_preferences,
+    rating_distribution,
     thurstone_probability,
     thurstone_score,
 )
@@ -95,3 +96,16 @@ class TestRewards:
         found = fidelity_rewards(f64(3, 1)[:, None], f64(5, 2))
         assert_values(found[:, 0], 1, 1, rtol=1e-9)
         assert fidelity_rewards(f64(3)[:, None], f64(5)).isnan().all()
+
+
+def test_a_soft_rating_keeps_its_mean_and_is_shared_by_neighbours_without_spread() -> None:
+    scores = torch.arange(1.0, 6.0)
+    sharp = rating_distribution(torch.tensor([3.25, 1.0, 5.0]), torch.zeros(3), scores)
+    expected = torch.tensor([[0, 0, 0.75, 0.25, 0], [1.0, 0, 0, 0, 0], [0, 0, 0, 0, 1.0]])
+    torch.testing.assert_close(sharp, expected, atol=1e-5, rtol=0)
+    mean, std = torch.tensor([2.2, 4.6], dtype=torch.float64), torch.tensor([0.7, 1.3], dtype=torch.float64)
+    soft = rating_distribution(mean, std, scores.double())
+    draws = mean[:, None] + std[:, None] * torch.special.ndtri((torch.arange(200000) + 0.5).double() / 200000)
+    torch.testing.assert_close(soft @ scores.double(), draws.clamp(1, 5).mean(1), atol=1e-6, rtol=0)
+    tent = (1 - (draws[..., None] - 3).abs()).clamp(min=0).mean((1, 2))
+    torch.testing.assert_close(soft[:, 2], tent, atol=1e-6, rtol=0)

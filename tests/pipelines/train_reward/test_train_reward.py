@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,14 @@ from visalign.errors import UserError
 from visalign.pipelines.train_reward.examples import shapes_pairs, shapes_ratings, shapes_triples
 from visalign.pipelines.train_reward.inputs import prepare_reward
 from visalign.pipelines.train_reward.job import TrainRewardConfig, build_judge, plan, run
-from visalign.rewards import load_judge
+from visalign.rewards import RewardError, WeightedSum, load_judge
+from visalign.rewards.combine.routed import Routed
+from visalign.rewards.combine.uncertainty import UncertaintyUsed
 from visalign.rewards.hpsv3.judge import HPSv3
 from visalign.rewards.questions.reward_dance import RewardDance, RewardDancePairs
 from visalign.rewards.questions.vision_reward import VisionReward
 from visalign.rewards.questions.visual_quality_r1 import VisualQuality
-from visalign.rewards.scorers.hp import Hp
+from visalign.rewards.scorers.hp import Artefact, Hp
 from visalign.rewards.scorers.ict import Ict
 from visalign.training.loop.checkpoint import CheckpointError
 from visalign.training.loop.metrics import read_metrics
@@ -37,14 +40,17 @@ from visalign.training.reward.tasks import TASKS
 CONFIGS = [f"shapes_{name}" for name in "hp hpsv3 ict reward_dance vision_reward visual_quality".split()]
 JUDGES = (
     ("hp", "head", "hp"),
+    ("artefact", "head", "bce"),
     ("ict", "full", "ict"),
     ("hpsv3", "lora", "uncertainty"),
     ("hpsv3", "full", "bradley_terry"),
     ("yes_no", "lora", "yes_no"),
     ("pair", "lora", "yes_no"),
+    ("rating", "lora", "rating_distribution"),
     ("rating", "lora", "rating"),
     ("checklist", "lora", "checklist"),
 )
+CLIP = ("hp", "ict", "artefact")
 TEXT: dict[str, Any] = {"type": "text", "text": "{prompt}"}
 QUESTION: list[dict[str, Any]] = [{"type": "image"}, {"type": "text", "text": "{question}"}]
 CHECKLIST: dict[str, Any] = {
@@ -79,16 +85,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _config(models: Path, kind: str, train: str = "", task: str = "", **more: Any) -> TrainRewardConfig:
-    own: dict[str, Any] = {"hp": {"head": [8, 4, 4, 4]}, "hpsv3": {"head": [8, 4]}}
+    head = {"head": [8, 4, 4, 4]}
+    own: dict[str, Any] = {"hp": head, "artefact": head, "hpsv3": {"head": [8, 4]}}
     known = {k: (t, o) for k, t, o in JUDGES}
-    rated = "shapes:quality" if kind == "rating" else "shapes:pairs"
+    rated = "shapes:quality" if kind in ("rating", "artefact") else "shapes:pairs"
     model = {
         "kind": kind,
-        "path": str(models / ("clip" if kind in ("hp", "ict") else "vlm")),
+        "path": str(models / ("clip" if kind in CLIP else "vlm")),
         "train": train or known[kind][0],
         "save_dtype": "float32",
         **own.get(kind, {}),
-        **({} if kind in ("hp", "ict") else {"lora": {"rank": 2, "alpha": 4.0}}),
+        **({} if kind in CLIP else {"lora": {"rank": 2, "alpha": 4.0}}),
     }
     content: dict[str, Any] = {
         "model": model,
@@ -109,7 +116,14 @@ def _config(models: Path, kind: str, train: str = "", task: str = "", **more: An
 
 
 def _read(kind: str, folder: Path) -> Any:
-    readers: Any = {"hp": Hp, "ict": Ict, "hpsv3": HPSv3, "yes_no": RewardDance, "pair": RewardDancePairs}
+    readers: Any = {
+        "hp": Hp,
+        "artefact": Artefact,
+        "ict": Ict,
+        "hpsv3": HPSv3,
+        "yes_no": RewardDance,
+        "pair": RewardDancePairs,
+    }
     return (readers | {"rating": VisualQuality, "checklist": VisionReward})[kind](folder)
 
 
@@ -151,10 +165,68 @@ def test_the_saved_judge_scores_as_the_trained_one(models, tmp_path, kind, train
         wanted = wanted[:3] - wanted[3:]
     else:
         found, wanted = reader.score(left, prompts).value, wanted[:3]
+    wanted = wanted.sigmoid() if kind == "artefact" else wanted
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     if (adapter := folder / "adapter_config.json").is_file():
         named = json.loads(adapter.read_text())["base_model_name_or_path"]
         assert named == json.loads((folder / "judge.json").read_text())["base"] and not Path(named).is_absolute()
+
+
+def test_a_conditioned_judge_is_read_at_the_iteration_of_a_run(models, tmp_path):
+    rows = [{**row, "iteration": 0.5} for row in _pairs("c", 3)]
+    data = {"train": _set(tmp_path, "t.jsonl", rows), "heldout": None, "size": None}
+    config = _config(models, "hpsv3", "lora", "uncertainty", model={"condition": 4}, data=data)
+    judge: Any = build_judge(config, torch.device("cpu"))
+    examples = [prepare_reward(config).train[n] for n in range(3)]
+    batch = judge.encode(examples).inputs
+    assert batch.iteration.tolist() == [0.5] * 6
+    judge.train(False)
+    plain = judge(replace(batch, iteration=1.0))["value"]
+    torch.testing.assert_close(judge(batch)["value"], plain)  # at first the condition changes nothing
+    with torch.no_grad():
+        for _, parameter in judge.trainable_parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+        judge.engine.clear_features()
+        expected = judge(batch)["value"][:3]
+    (tmp_path / "judge").mkdir()
+    judge.save(tmp_path / "judge")
+    images, prompts = [example.images[0] for example in examples], [example.prompt for example in examples]
+    reward = HPSv3(tmp_path / "judge", ramp=7)
+    torch.testing.assert_close(
+        reward.at(2).score(images, prompts).value, expected, rtol=1e-4, atol=1e-4
+    )  # 0.3 + 0.7·2/7
+    assert not torch.allclose(reward.score(images, prompts).value, expected, atol=1e-4)  # iteration 0 without a run
+    total = WeightedSum({"judge": (reward, 2.0)})
+    later = total.capabilities.at_iteration(2)
+    torch.testing.assert_close(later.score(images, prompts).value, 2 * expected, rtol=1e-4, atol=1e-4)
+    for wrapped in (Routed(reward, {"kind": "a"}), UncertaintyUsed(reward)):
+        later = WeightedSum({"judge": (wrapped, 1.0)}).at(2).rewards["judge"][0]
+        assert type(later) is type(wrapped) and later.reward.iteration == pytest.approx(0.5)
+    assert reward.at(90).iteration == 1 and reward.at(2).identity != reward.identity
+    with pytest.raises(UserError, match=r"row 1 .* has iteration 40; needed is a number from 0"):
+        data = {**data, "train": _set(tmp_path, "o.jsonl", [{**row, "iteration": 40} for row in rows])}
+        prepare_reward(_config(models, "hpsv3", data=data))
+    with pytest.raises(RewardError, match=r"the head of 'shapes-hpsv3' takes no iteration.*model\.condition=256"):
+        HPSv3("shapes-hpsv3", ramp=3).score(images, prompts)
+
+
+def test_a_student_learns_the_distribution_of_mean_and_deviation(models, tmp_path):
+    config = _config(models, "rating", "lora", "rating_distribution")
+    judge: Any = build_judge(config, torch.device("cpu"))
+    inputs = prepare_reward(config)
+    batch = judge.encode([inputs.train[n] for n in range(4)])
+    targets = torch.tensor([inputs.train[n].target for n in range(4)])
+    assert batch.target.shape == (4, 5)
+    torch.testing.assert_close(batch.target.sum(1), torch.ones(4))
+    assert (batch.target @ torch.arange(1.0, 6.0) - targets).abs().max() < 0.6  # cut to the scale
+    outputs = {"log_prob": batch.target.clamp(min=1e-12).log(), "value": targets}
+    loss, count = TASKS["rating_distribution"].loss(outputs, batch, config.objective, torch.Generator())
+    assert float(loss) == pytest.approx(0, abs=1e-5) and count == 4
+    rows = [{"image": f"q{n}.png", "mos": 1 + n % 5} for n in range(4)]
+    with pytest.raises(UserError, match=r"row 1 has a mos without its std\. Give the column"):
+        data = {"train": _set(tmp_path, "q.jsonl", rows), "heldout": None, "size": None}
+        prepare_reward(_config(models, "rating", "lora", "rating_distribution", data=data))
+    assert run(_config(models, "artefact"), tmp_path / "run")["after"].keys() >= {"artefact_auroc", "mae"}
 
 
 def test_a_run_from_start_to_card(models, tmp_path):
@@ -328,7 +400,7 @@ def test_ratings_have_the_judges_unit(models, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["model.kind=hpsv2"], r"Key 'model.kind' in .* got 'hpsv2' .*'ict', 'hp'. Did you mean 'hpsv3'"),
+        (["model.kind=hpsv2"], r"Key 'model.kind' in .* got 'hpsv2' .*'hp', 'artefact'. Did you mean 'hpsv3'"),
         (["model.kind=pair", "objective.task=yes_no", "model.head=[8, 4]"], "Unknown key 'model.head' in"),
         (["objective.task=hp"], "objective.task is 'hp'; a judge of kind hpsv3 learns by uncertainty"),
     ],

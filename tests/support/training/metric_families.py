@@ -22,9 +22,9 @@ ASCENT_ONLY = ("reward_gradient",)
 
 MONITOR_ONLY = (
     "agreement/*", "recorded/*", "recorded_std/*", "agreement_change/*", "recorded_change/*",
-    "group_std_ratio", "judge_std_ratio/*", "diversity", "diversity_ratio",
+    "group_std_ratio", "judge_std_ratio/*", "diversity", "diversity_ratio", "discriminator/*",
 )  # fmt: skip
-"""Keys that need a reward of weight 0, or the run's monitor."""
+"""Keys that need a reward of weight 0 or one that learns, or the run's monitor."""
 
 TIMES = ("seconds", "samples_per_second")
 """Families that differ between two runs with the same seed; all others are reproducible on CPU."""

@@ -7,6 +7,7 @@ deviation. VisualQuality-R1 rewards each single answer by how well it orders its
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -144,3 +145,20 @@ def fidelity_rewards(
     mean = total / compared.sum(1).clamp(min=1)[:, None]
     answered = present_entries(answers, valid) & compared.any(1)[:, None]
     return torch.where(answered, mean, torch.nan)
+
+
+def rating_distribution(mean: Tensor, std: Tensor, scores: Tensor) -> Tensor:
+    """Probabilities [B, K] of ascending scores [K] for a rating X ~ N(mean, std²) [B], cut to the scale.
+
+    p_k = E h_k(X) with h_k the tent that is 1 at s_k and 0 at its neighbours, so Σ p_k s_k = E X exactly; without
+    spread X is shared by two neighbours. DeQA-Score (arXiv 2501.11561) takes X's mass in cells and then shifts the
+    mean back; Z-Reward (arXiv 2606.09076) distils such distributions from a larger judge.
+    """
+    check_axes(mean=(mean, "B"), std=(std, "B"), scores=(scores, "K"))
+    gap, std = mean[:, None] - scores, std[:, None].clamp(min=1e-6)
+    z = gap / std
+    # E (X − s)⁺ = σ φ(z) + (μ − s) Φ(z)
+    above = std * (-z.square() / 2).exp() / math.sqrt(2 * math.pi) + gap * torch.special.ndtr(z)
+    share = -above.diff(dim=1) / scores.diff()
+    edge = torch.ones_like(share[:, :1])
+    return (torch.cat([edge, share], 1) - torch.cat([share, 0 * edge], 1)).clamp(min=0)

@@ -79,8 +79,10 @@ def hpdv3(folder: Path, split: str) -> Fields:
 
     The winner always comes first there; `load_layout` mixes the sides by a hash of the paths, so that a judge with a
     position bias gains nothing. `confidence` is kept in `extra`. Ma et al., arXiv 2508.03789.
+    HPDv3++ (arXiv 2606.14657) has `path1`, `path2` and `prompt` alone; splits train_aes, train_tf, test_aes, test_tf.
     """
-    path = _annotation_file(folder, [f"{split}.json", f"{split}.jsonl"], "HPDv3")
+    names = (f"{split}.json", f"{split}.jsonl", f"train/{split}.json", f"test/{split}.json")
+    path = _annotation_file(folder, names, "HPDv3")
     for number, row in _rows(path, ("prompt", "path1", "path2"), "HPDv3"):
         counts = sorted((int(count) for count in row.get("choice_dist") or []), reverse=True)
         votes = (*counts, 0) if len(counts) == 2 and sum(counts) else None

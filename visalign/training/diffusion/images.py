@@ -141,10 +141,8 @@ class ImageAlgorithm(Algorithm):
         self.records, self.features, self.stored, self.references = records, features, stored, references
         self.caption_dropout, self.teacher = caption_dropout, teacher
         in_thread = rollout.overlap > 1 or rollout.staleness > 0
-        self.discriminators = [
-            OnlineDiscriminator(label, term, seed=seed, accelerator=self.accelerator)
-            for label, term in reward.capabilities.discriminators.items()
-        ]
+        terms = reward.capabilities.discriminators.items()
+        self.discriminators = [OnlineDiscriminator(*item, seed=seed, accelerator=self.accelerator) for item in terms]
         self._sampled: list[Tensor] = []  # uint8 images of the iteration, for the discriminators
         self.scorer = RewardScorer(as_higher_is_better(reward), what="images", in_thread=in_thread)
         self.sampler = self._build_sampler(strata, cycle)

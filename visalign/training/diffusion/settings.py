@@ -148,7 +148,7 @@ class DiffusionObjectiveSettings(ObjectiveSettings):
                 + (
                     "the references of rewards.terms are renewed. Set references.every=null"
                     if renewed
-                    else "a weight of rewards.terms changes. Give numbers"
+                    else "a weight or the ramp of rewards.terms changes. Give numbers, or none"
                 )
                 + ", or take objective.algorithm=flow_grpo."
             )

@@ -19,8 +19,8 @@ class RewardObjectiveSettings:
 
     task: str = "uncertainty"
     """A key of `visalign.training.reward.tasks.TASKS`: bradley_terry, uncertainty, uncertainty_upstream,
-    upstream_monte_carlo, plackett_luce, mse, bce, ict, hp, ict_hp, yes_no, rating, rating_fidelity, critique,
-    checklist, checklist_answers, heie."""
+    upstream_monte_carlo, plackett_luce, mse, bce, ict, hp, ict_hp, yes_no, rating, rating_fidelity,
+    rating_distribution, critique, checklist, checklist_answers, heie."""
 
     def __new__(cls, task: str = "uncertainty", **values: Any) -> RewardObjectiveSettings:
         """Create an instance of the task's class."""
@@ -112,7 +112,7 @@ class RankingSettings(RewardObjectiveSettings):
 
 @settings("objective")
 class ValueSettings(RewardObjectiveSettings):
-    """Regression on scores, of texts alone."""
+    """Regression on scores, of texts and of artefacts."""
 
     task: Literal["mse", "bce"] = "mse"
     """mse (squared error of the score) or bce (cross-entropy of σ(score), for scores from 0 to 1)."""
@@ -154,8 +154,9 @@ class IctHpSettings(RewardObjectiveSettings):
 class RatingSettings(RewardObjectiveSettings):
     """Rating by the expectation over score tokens."""
 
-    task: Literal["rating", "rating_fidelity"] = "rating"
-    """rating (its squared error) or rating_fidelity (the order of ratings)."""
+    task: Literal["rating", "rating_fidelity", "rating_distribution"] = "rating"
+    """rating (its squared error), rating_fidelity (the order of ratings) or rating_distribution (a student of a larger
+    judge, or of several raters: the distribution over the scores that mos and std of a row describe)."""
     mass: NonNegative = 1.0
     """Weight of −ln of the total probability of the allowed answers. Without it, training on their ratio
     alone moves the model to other words."""

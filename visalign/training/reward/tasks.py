@@ -200,6 +200,15 @@ def _rating(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.G
     return torch.where(rated, error, 0.0).sum(), rated.sum().to(value)
 
 
+def _rating_distribution(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Generator) -> Sums:
+    """Compute KL(teacher‖student) over the score tokens; the targets are the teacher's distributions [M, K]."""
+    log_prob = outputs["log_prob"]
+    target, labelled = _targets(batch, log_prob)
+    loss = F.kl_div(log_prob, target.nan_to_num(0.0), reduction="none").sum(1)
+    loss = loss + other_answer_penalty(outputs, settings)
+    return _sums(loss, labelled.all(1).to(loss))
+
+
 def _plackett_luce(outputs: Outputs, batch: RewardBatch, settings: Settings, _: torch.Generator) -> Sums:
     assert batch.rank is not None and batch.row is not None and batch.weight is not None
     value = outputs["value"]
@@ -262,6 +271,7 @@ TASKS: dict[str, Task] = {
     "yes_no": Task(loss=_yes_no, log_prob=_logistic),
     "rating": Task(loss=_rating, labels="rows"),
     "rating_fidelity": Task(loss=_rating_fidelity, labels="rows"),
+    "rating_distribution": Task(loss=_rating_distribution, labels="rows"),
     "plackett_luce": Task(loss=_plackett_luce, log_prob=_logistic),
     "mse": Task(loss=_regression(F.mse_loss), labels="rows"),
     "bce": Task(loss=_regression(F.binary_cross_entropy_with_logits), labels="rows"),
