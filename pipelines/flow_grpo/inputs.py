@@ -171,7 +171,7 @@ def _check_method(config: FlowGRPOConfig, reward: Any, records: Records, strata:
     objective.check_reward(reward, renewed=renewed)
     more = config.dynamic, config.self_imitation
     check_more_samples(objective, rollout, *more, reward=reward, renewed=renewed)
-    check_discriminators(objective, rollout, config.self_imitation, reward.capabilities)
+    check_discriminators(objective, rollout, config.self_imitation, reward)
     if objective.ascent is not None:
         check_differentiable(reward)
     model = config.model

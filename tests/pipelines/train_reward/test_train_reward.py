@@ -197,7 +197,7 @@ def test_a_conditioned_judge_is_read_at_the_iteration_of_a_run(models, tmp_path)
     )  # 0.3 + 0.7·2/7
     assert not torch.allclose(reward.score(images, prompts).value, expected, atol=1e-4)  # iteration 0 without a run
     total = WeightedSum({"judge": (reward, 2.0)})
-    later = total.capabilities.at_iteration(2)
+    later = total.at(2)
     torch.testing.assert_close(later.score(images, prompts).value, 2 * expected, rtol=1e-4, atol=1e-4)
     for wrapped in (Routed(reward, {"kind": "a"}), UncertaintyUsed(reward)):
         later = WeightedSum({"judge": (wrapped, 1.0)}).at(2).rewards["judge"][0]

@@ -85,8 +85,8 @@ def tiny_tile_model(seed: int = 0, language: str = "qwen2") -> PreTrainedModel:
         torch.manual_seed(seed)
         if language == "llama":
             tower |= {"image_size": 16, "patch_size": 4}
-            parts: Any = {"text_config": text, "vision_config": tower}
-            split = SmolVLMConfig(**parts, image_token_id=IMAGE, scale_factor=2, pad_token_id=0)
+            parts: Any = {"text_config": text, "vision_config": tower, "pad_token_id": 0}
+            split = SmolVLMConfig(**parts, image_token_id=IMAGE, scale_factor=2)
             return SmolVLMForConditionalGeneration(split).eval()
         config = InternVLConfig(text_config=text, vision_config=tower, image_token_id=IMAGE, image_seq_length=4)
         return InternVLForConditionalGeneration(config).eval()

@@ -13,7 +13,6 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from visalign.errors import UserError
-from visalign.interfaces import RewardCapabilities
 from visalign.seeds import sample_seed
 from visalign.training.policy.learning_reward import LearningReward
 
@@ -22,7 +21,7 @@ from .settings import COMPLETIONS, DiffusionObjectiveSettings
 
 
 def check_discriminators(
-    objective: DiffusionObjectiveSettings, rollout: RolloutSettings, replay: Any, can: RewardCapabilities
+    objective: DiffusionObjectiveSettings, rollout: RolloutSettings, replay: Any, reward: Any
 ) -> None:
     """Refuse settings under which scores before and after the reward has learnt would be compared."""
     is_par = objective.is_policy_gradient and objective.build(length=1).advantage == "par"
@@ -33,8 +32,9 @@ def check_discriminators(
         "self_imitation replays earlier scores. Set self_imitation=null": replay is not None,
         f"objective.algorithm={objective.algorithm} stores scores of the reference. Take flow_grpo": is_par,
     }
-    if reason := next((reason for reason, applies in reasons.items() if can.discriminators and applies), None):
-        raise UserError(f"rewards.terms.{next(iter(can.discriminators))} learns after each iteration, and {reason}.")
+    labels = list(reward.capabilities.discriminators)
+    if reason := next((reason for reason, applies in reasons.items() if labels and applies), None):
+        raise UserError(f"rewards.terms.{labels[0]} learns after each iteration, and {reason}.")
 
 
 class OnlineDiscriminator(LearningReward):

@@ -136,15 +136,15 @@ class ImageAlgorithm(Algorithm):
         self.groups = DynamicGroups(rollout.prompts_per_iteration, added[0]) if added[0].enabled else None
         check_processes(settings, rollout, reward, self.accelerator.num_processes)
         settings.check_reward(reward, renewed=renewed)
-        check_discriminators(settings, rollout, self_imitation, reward.capabilities)
+        check_discriminators(settings, rollout, self_imitation, reward)
         settings.check_features(features is not None)
         self.records, self.features, self.stored, self.references = records, features, stored, references
         self.caption_dropout, self.teacher = caption_dropout, teacher
         in_thread = rollout.overlap > 1 or rollout.staleness > 0
-        terms = reward.capabilities.discriminators.items()
+        self.scorer = RewardScorer(as_higher_is_better(reward), what="images", in_thread=in_thread)
+        terms = self.scorer.reward.capabilities.discriminators.items()
         self.discriminators = [OnlineDiscriminator(*item, seed=seed, accelerator=self.accelerator) for item in terms]
         self._sampled: list[Tensor] = []  # uint8 images of the iteration, for the discriminators
-        self.scorer = RewardScorer(as_higher_is_better(reward), what="images", in_thread=in_thread)
         self.sampler = self._build_sampler(strata, cycle)
         self.samples = rollout.prompts_per_iteration * rollout.group_size
         self.shares = Shares.even(self.samples, self.accelerator)
