@@ -73,7 +73,7 @@ def test_a_resumed_run_has_the_same_discriminator(arguments: dict[str, Any], tmp
     assert {"trainable.weight", "optimizer.weight.exp_avg"} <= state.keys()
     assert all(0 <= row["discriminator/real.accuracy"] <= 1 for row in metrics)
     assert metrics[-1]["discriminator/real.loss"] != metrics[0]["discriminator/real.loss"]
-    assert not trainer.algorithm._sampled  # images of an iteration are not kept
+    assert not trainer.algorithm.discriminators[0]._images  # images of an iteration are not kept
 
 
 def test_the_images_are_scored_before_the_reward_learns(tmp_path: Path) -> None:

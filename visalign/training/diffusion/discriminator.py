@@ -13,8 +13,10 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from visalign.errors import UserError
+from visalign.flow.rollout import middle_frames
 from visalign.seeds import sample_seed
 from visalign.training.policy.learning_reward import LearningReward
+from visalign.vision.pixels import to_levels
 
 from .rollout_settings import RolloutSettings
 from .settings import COMPLETIONS, DiffusionObjectiveSettings
@@ -37,6 +39,20 @@ def check_discriminators(
         raise UserError(f"rewards.terms.{labels[0]} learns after each iteration, and {reason}.")
 
 
+def build_discriminators(
+    objective: DiffusionObjectiveSettings,
+    rollout: RolloutSettings,
+    replay: Any,
+    reward: Any,
+    seed: int,
+    accelerator: Accelerator,
+) -> list[OnlineDiscriminator]:
+    """Build the learners of a reward's adversarial terms, under settings that fit them."""
+    check_discriminators(objective, rollout, replay, reward)
+    terms = reward.capabilities.discriminators.items()
+    return [OnlineDiscriminator(label, term, seed=seed, accelerator=accelerator) for label, term in terms]
+
+
 class OnlineDiscriminator(LearningReward):
     """Head of an adversarial reward (`visalign.rewards.scorers.adversarial`), moved by a trainer of images."""
 
@@ -44,9 +60,15 @@ class OnlineDiscriminator(LearningReward):
         self.key, self._label, self._reward, self._seed = f"discriminator.{label}", label, reward, seed
         reward.begin(sample_seed(seed, self.key))
         super().__init__(reward.head.named_parameters(), reward.lr, accelerator, betas=[0.5, 0.999])
+        self._images: list[Tensor] = []
 
-    def learn(self, images: Tensor, iteration: int) -> None:
-        """Take the reward's updates on this process's images uint8 [b, 3, H, W], drawn anew for each."""
+    def keep(self, images: Tensor) -> None:
+        """Keep sampled images, or the middle frames of clips, until the iteration's scores are in."""
+        self._images.append(to_levels(middle_frames(images)))
+
+    def learn(self, iteration: int) -> None:
+        """Take the reward's updates on this process's images, drawn anew for each; forget them."""
+        images, self._images = torch.cat(self._images), []
         reward, process, world = self._reward, self._accelerator.process_index, self._accelerator.num_processes
         sums = torch.zeros(reward.steps, 2, dtype=torch.float64)
         for step in range(reward.steps):

@@ -40,9 +40,8 @@ from visalign.training.policy.balance import RewardBalance
 from visalign.training.policy.constraints import RewardConstraints
 from visalign.training.policy.reference import Reference
 from visalign.training.policy.winners import ReplaySettings
-from visalign.vision.pixels import to_levels
 
-from .discriminator import OnlineDiscriminator, check_discriminators
+from .discriminator import build_discriminators
 from .image_statistics import STATISTICS, group_diversity, image_statistics
 from .references import KEY as REFERENCES
 from .references import ReferenceImages
@@ -136,15 +135,12 @@ class ImageAlgorithm(Algorithm):
         self.groups = DynamicGroups(rollout.prompts_per_iteration, added[0]) if added[0].enabled else None
         check_processes(settings, rollout, reward, self.accelerator.num_processes)
         settings.check_reward(reward, renewed=renewed)
-        check_discriminators(settings, rollout, self_imitation, reward)
         settings.check_features(features is not None)
         self.records, self.features, self.stored, self.references = records, features, stored, references
         self.caption_dropout, self.teacher = caption_dropout, teacher
         in_thread = rollout.overlap > 1 or rollout.staleness > 0
         self.scorer = RewardScorer(as_higher_is_better(reward), what="images", in_thread=in_thread)
-        terms = self.scorer.reward.capabilities.discriminators.items()
-        self.discriminators = [OnlineDiscriminator(*item, seed=seed, accelerator=self.accelerator) for item in terms]
-        self._sampled: list[Tensor] = []  # uint8 images of the iteration, for the discriminators
+        self.discriminators = build_discriminators(settings, rollout, self_imitation, reward, seed, self.accelerator)
         self.sampler = self._build_sampler(strata, cycle)
         self.samples = rollout.prompts_per_iteration * rollout.group_size
         self.shares = Shares.even(self.samples, self.accelerator)
@@ -248,9 +244,8 @@ class ImageAlgorithm(Algorithm):
         metrics = dict[str, float]()
         for discriminator in self.discriminators:
             with run.clock.phase("reward"):
-                discriminator.learn(torch.cat(self._sampled), run.counters.iteration)
+                discriminator.learn(run.counters.iteration)
             metrics |= discriminator.metrics()
-        self._sampled.clear()
         return metrics
 
     def sample(
@@ -275,8 +270,8 @@ class ImageAlgorithm(Algorithm):
             chunk = [records[i] for i in rows.tolist()]
             if self.keep_images is not None:
                 self.keep_images(f"{number:05d}_{int(rows[0]):04d}", images, chunk)
-            if self.discriminators:
-                self._sampled.append(to_levels(middle_frames(images)))
+            for discriminator in self.discriminators:
+                discriminator.keep(images)
             scores.append(self.submit(images, chunk, clock))
             statistics.append(measured)
         return PendingImages(
