@@ -35,6 +35,10 @@ def collect(
         Repeated, Argument(help="For a new file: images, folders (of several, pairs across them), tables or sets.")
     ] = None,
     single: Annotated[bool, Option("--single", help="Show one image at a time instead of two.")] = False,
+    best_of: Annotated[
+        int | None,
+        Option("--best-of", help="Show N images of a prompt, of which one is chosen.", min=3, max=9),
+    ] = None,
     prompt: Prompt = None,
     slider: Annotated[
         str | None, Option(help="Words along a slider, separated by commas; --single alone has one too.")
@@ -46,7 +50,7 @@ def collect(
     votes_each: Annotated[int, Option(help="Votes per task; 0: one from every voter.", min=0)] = 3,
     gold_every: Annotated[int, Option(help="Make every n-th task a gold one; 0: none.", min=0)] = 10,
     repeat_every: Annotated[int, Option(help="Repeat an earlier task every n tasks; 0: never.", min=0)] = 15,
-    per_prompt: Annotated[int, Option(help="Maximum number of pairs per prompt.", min=1, max=MOST_COUNTED)] = 10,
+    per_prompt: Annotated[int, Option(help="Most pairs, or groups, per prompt.", min=1, max=MOST_COUNTED)] = 10,
     voter: Annotated[Repeated, Option("--voter", help="Name of an allowed voter; repeat. Default: everybody.")] = None,
     seed: Seed = 0,
     host: Annotated[
@@ -83,15 +87,17 @@ def collect(
     if form != "set" and (export is None or model):
         raise UserError(f"--format {form} writes every vote as it is: add --export FILE.json, without --model.")
     if sources:
+        if best_of and (single or gold or slider):
+            raise UserError("--best-of asks for one image of several. Leave --single, --gold and --slider out.")
         grades = QUALITY_WORDS if slider is None and single and not question else ()
         words = tuple(word.strip() for word in slider.split(",")) if slider else grades
         questions = Form(slider=words, checklist=tuple(question or ()), boxes=boxes, text=text)
-        tasks = read_tasks(sources, single=single, prompt=prompt, per_prompt=per_prompt, seed=seed)
+        tasks = read_tasks(sources, single=single, best_of=best_of, prompt=prompt, per_prompt=per_prompt, seed=seed)
         tasks += gold_tasks(gold) if gold else []
         every = {"gold_every": gold_every, "repeat_every": repeat_every}
         plan = Plan(votes=votes_each, seed=seed, allowed=tuple(voter or ()), **every)
         store = VoteStore.create(votes, tasks, questions, plan)
-    elif any((single, slider, question, boxes, text, gold, voter, prompt)):
+    elif any((single, best_of, slider, question, boxes, text, gold, voter, prompt)):
         raise UserError("The questions and voters of a file are fixed at its start. Name another file to ask more.")
     else:
         store = VoteStore(votes)

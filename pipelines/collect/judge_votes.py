@@ -22,7 +22,7 @@ def judge_votes(
 ) -> tuple[int, list[str]]:
     """Have a judge answer all pairs that it has not answered; return the number of votes, and why others have none."""
     if not store.is_pairs:
-        raise UserError("A judge votes on pairs, and this file asks about single images. Use visalign score.")
+        raise UserError("A judge votes on pairs, and this file has single images or groups. Use visalign score.")
     compare = (as_pairwise(judge) if isinstance(judge, PointwiseReward) else judge).compare
     answered = {vote.task for vote in store.votes() if vote.annotator == name}
     remaining = [task for task in store.tasks if task not in answered]

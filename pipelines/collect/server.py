@@ -48,7 +48,7 @@ from visalign.evaluation.pages.base import page_environment, page_script, text_i
 from visalign.evaluation.pages.votes_page import progress_page
 from visalign.pipelines.serve_reward import call_when_ready, check_port_free, is_loopback
 
-from .store import CHOICES, SIDES, Assignment, VoteRefused, VoteStore
+from .store import Assignment, VoteRefused, VoteStore
 from .tasks import Form
 from .votes import progress
 
@@ -144,10 +144,10 @@ class _VoteServer:
         self._key, self._vote_url = progress
         self._store, self._invite, self._cookie = store, (invite or "").encode(), f"visalign-{store.name}"
         self._names = 0
-        self._answer = answer_model(store.form, is_pair=store.is_pairs)
+        self._answer = answer_model(store.form, store.places, store.choices)
         script, digest = page_script("collect_page.js")
         template = page_environment().get_template("collect_page.html.j2")
-        self._page = template.render(form=store.form, is_pair=store.is_pairs, script=script)
+        self._page = template.render(form=store.form, places=store.places, script=script)
         policy = (
             "default-src 'none'; img-src 'self' data:; connect-src 'self'; style-src 'unsafe-inline'; "
             f"script-src '{digest}'; form-action 'none'; frame-ancestors 'none'; base-uri 'none'"
@@ -221,7 +221,7 @@ class _VoteServer:
         if not re.fullmatch("[0-9]{1,100}", number):  # int() takes no more than 4,300 digits
             raise HTTPException(400, f"{number:.20} is no number of a task.")
         assignment = self._store.assignment(self._name(request), min(int(number), 2**62))  # SQLite's end at 2**63
-        if side not in SIDES[: len(assignment.task.images)]:
+        if side not in assignment.task.places:
             raise HTTPException(404, f"There is no image on the {side:.20}.")
         content, media_type = await run_in_threadpool(image_bytes, assignment.image(side))
         # another file of votes may be served here next, with the same numbers
@@ -236,7 +236,7 @@ class _VoteServer:
         if assignment is None:
             return JSONResponse(content | {"done": True})
         number, task = assignment.assignment, assignment.task
-        content["images"] = {side: f"/image/{number}/{side}" for side in SIDES[: len(task.images)]}
+        content["images"] = {side: f"/image/{number}/{side}" for side in task.places}
         return JSONResponse(content | {"assignment": number, "prompt": task.prompt, "answer": assignment.answer})
 
 
@@ -247,15 +247,14 @@ def _check_box(box: tuple[str, float, float, float, float]) -> tuple[str, float,
     return box
 
 
-def answer_model(form: Form, *, is_pair: bool) -> type[BaseModel]:
-    """Build the type of an answer to a form, sides as on the screen.
+def answer_model(form: Form, places: tuple[str, ...], choices: tuple[str, ...]) -> type[BaseModel]:
+    """Build the type of an answer to a form, places as on the screen.
 
-    `choice` of a pair; `slider` 1 to the number of its words; `checklist`, question -> true or false;
+    `choice` of a pair or a group; `slider` 1 to the number of its words; `checklist`, question -> true or false;
     `boxes` [side, left, top, right, bottom] in shares of the image; `text`.
     """
-    side = Literal["left", "right"] if is_pair else Literal["left"]
-    box = Annotated[tuple[side, Share, Share, Share, Share], AfterValidator(_check_box)]
-    fields: dict[str, Any] = {"choice": (Literal[CHOICES], ...)} if is_pair else {}
+    box = Annotated[tuple[Literal[places], Share, Share, Share, Share], AfterValidator(_check_box)]
+    fields: dict[str, Any] = {"choice": (Literal[choices], ...)} if choices else {}
     if form.slider:
         fields["slider"] = (Annotated[float, Strict(), Field(ge=1, le=len(form.slider))], ...)
     if form.checklist:

@@ -32,10 +32,9 @@ from pydantic import TypeAdapter
 from visalign.errors import UserError
 from visalign.settings import Natural, settings
 
-from .tasks import Form, Task, draw
+from .tasks import SIDES, Form, Task, draw
 
 FORMAT = "visalign votes 2"
-SIDES = ("left", "right")
 CHOICES = (*SIDES, "tie")
 LAPSES = 1800.0  # Seconds after which a task that was shown and not answered is free for others
 GAP = 5  # Least number of other tasks before a pair is repeated
@@ -101,8 +100,8 @@ class Assignment:
 
     def image(self, side: str) -> str:
         """Return the image on a side of the screen; a single image is on the left."""
-        index = SIDES.index(side)
-        return self.task.images[1 - index if self.swapped else index]
+        index = self.task.places.index(side)
+        return self.task.images[-1 - index if self.swapped else index]
 
 
 @dataclass(frozen=True)
@@ -145,7 +144,10 @@ class VoteStore:
             number: Task(prompt=prompt, images=tuple(json.loads(images)), gold=gold, extra=json.loads(extra))
             for number, _, prompt, images, gold, extra in self._fetch("SELECT * FROM tasks ORDER BY id")
         }
-        self.is_pairs = len(next(iter(self.tasks.values())).images) == 2
+        self.places = next(iter(self.tasks.values())).places
+        self.is_pairs = len(self.places) == 2
+        self.choices = CHOICES if self.is_pairs else self.places[: 0 if len(self.places) == 1 else None]
+        """Answers about the images that are shown together; none about a single one."""
         self._orders: dict[str, list[int]] = {}
         self._gold = [number for number, task in self.tasks.items() if task.gold is not None]
 
@@ -154,7 +156,9 @@ class VoteStore:
         if path.exists():
             raise UserError(f"'{path}' exists. To go on with it: visalign collect {path}. For others name another.")
         if len({len(task.images) for task in tasks}) != 1:
-            raise UserError("A file of votes asks about pairs or about single images, not about both.")
+            raise UserError(
+                "A file of votes asks about single images, pairs or groups of one size: about one of these."
+            )
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         about = {"format": FORMAT, "id": secrets.token_hex(8)}
@@ -232,7 +236,8 @@ class VoteStore:
         self, name: str, assignment: int, answer: Mapping[str, Any], *, client: str, seconds: float | None
     ) -> None:
         """Store an answer, sides as on the screen; the same `client` again changes nothing."""
-        text = json.dumps(mirror_answer(answer) if self.assignment(name, assignment).swapped else dict(answer))
+        swapped = self.assignment(name, assignment).swapped
+        text = json.dumps(mirror_answer(answer, self.places) if swapped else dict(answer))
         with self._transaction() as db:
             rows = self._fetch("SELECT assignment FROM votes WHERE client = ?", client)
             if not rows:
@@ -308,14 +313,14 @@ class VoteStore:
             earlier = [row for row in history[: max(0, position - GAP)] if row[0] not in never_again]
             if repeat_due and earlier:
                 task, _, swapped = earlier[number % len(earlier)]
-                return task, True, self.is_pairs and not swapped, position  # the other side tells a habit
+                return task, True, bool(self.choices) and not swapped, position  # the other side tells a habit
             closed = answered | self._full() | {*self._gold}
             if name not in self._orders:
                 self._orders[name] = sorted(self.tasks, key=lambda task: draw(plan.seed, name, task))
             task = next((task for task in self._orders[name] if task not in closed), None)
             if task is None:
                 return None
-        return task, False, self.is_pairs and bool(draw(plan.seed, name, task, "side") % 2), position
+        return task, False, bool(self.choices) and bool(draw(plan.seed, name, task, "side") % 2), position
 
     def _full(self) -> set[int]:
         """Tasks with enough votes of people, those that somebody is looking at included."""
@@ -332,7 +337,7 @@ class VoteStore:
         assignments = []
         for number, task, swapped, text in self._fetch(query, *values):
             answer = text and json.loads(text)
-            answer = mirror_answer(answer) if answer and swapped else answer
+            answer = mirror_answer(answer, self.places) if answer and swapped else answer
             assignments.append(Assignment(number, self.tasks[task], bool(swapped), answer))
         return assignments
 
@@ -348,9 +353,9 @@ class VoteStore:
             yield self._db
 
 
-def mirror_answer(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """Exchange the sides in an answer about a pair."""
-    other = {"left": "right", "right": "left", "tie": "tie"}
+def mirror_answer(answer: Mapping[str, Any], places: Sequence[str] = SIDES) -> dict[str, Any]:
+    """Reverse the places in an answer: exchange the sides of a pair."""
+    other = dict(zip(places, reversed(places), strict=True)) | {"tie": "tie"}
     mirrors: dict[str, Callable[[Any], Any]] = {
         "choice": lambda choice: other[choice],
         "prob": lambda prob: 1 - prob,

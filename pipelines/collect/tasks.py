@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, islice, product
 from pathlib import Path
@@ -27,6 +27,7 @@ from visalign.evaluation.pages.base import short_names
 from visalign.pipelines.score.image_rows import SAMPLED, ImageRow, image_rows
 from visalign.settings import settings
 
+SIDES = ("left", "right")
 QUALITY_WORDS = ("bad", "poor", "fair", "good", "excellent")  # Words of the slider: the five grades of ITU-T P.910
 Words = Annotated[str, Field(max_length=200, pattern=r"\S")]
 PAIR_COLUMNS = ("generator_left", "generator_right", "resolution", "category", "split", "prompt_id")
@@ -58,9 +59,16 @@ class Task:
 
     prompt: str
     images: tuple[str, ...]
-    """One image, or the left and the right one; as `resolve_image` reads them, with absolute paths."""
+    """One image, the left and the right one, or the 3 to 9 of a choice; as `resolve_image` reads them, with absolute
+    paths."""
     gold: str | None = None  # "left", "right" or "tie" where the answer is known; such votes only measure the voter
     extra: Mapping[str, Any] = field(default_factory=dict)  # Other columns, which the export writes again
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Names of the images' places: left and right, or from three on their numbers."""
+        count = len(self.images)
+        return SIDES[:count] if count < 3 else tuple(map(str, range(1, count + 1)))
 
     @property
     def key(self) -> str:
@@ -70,13 +78,20 @@ class Task:
 
 
 def read_tasks(
-    sources: Sequence[str], *, single: bool, prompt: str | None = None, per_prompt: int = 10, seed: int = 0
+    sources: Sequence[str],
+    *,
+    single: bool,
+    best_of: int | None = None,
+    prompt: str | None = None,
+    per_prompt: int = 10,
+    seed: int = 0,
 ) -> list[Task]:
     """Read distinct tasks from sources of images; labels that a set already has are not shown.
 
     Sources are images, folders of images, also those of `visalign sample`, tables (prompt, `image_left`,
     `image_right`; or prompt, image), "LAYOUT:FOLDER", "shapes:pairs", "shapes:quality". Unless `single`, tasks are
-    at most `per_prompt` pairs of images of one prompt, across the sources where there are several.
+    at most `per_prompt` pairs of images of one prompt, across the sources where there are several; with `best_of` as
+    many groups of so many images.
     """
     tasks: list[Task] = []
     by_source: dict[str, list[ImageRow]] = {}
@@ -87,9 +102,12 @@ def read_tasks(
             else:
                 by_source.setdefault(_model_name(source), []).append(item)
     rows = [row for part in by_source.values() for row in part]
-    if single and tasks:
-        raise UserError("--single shows one image, and the set holds pairs. Leave --single out.")
-    if single:
+    if (single or best_of) and tasks:
+        option = "--single shows one image" if single else f"--best-of shows {best_of} images"
+        raise UserError(f"{option}, and the set holds pairs. Leave {option.split()[0]} out.")
+    if best_of:
+        tasks = _group_images(rows, best_of, per_prompt, seed)
+    elif single:
         tasks = [Task(prompt=r.prompt, images=(absolute_reference(r.image),), extra=_metadata(r)) for r in rows]
     elif len(by_source) > 1:
         tasks += _pair_models(by_source, per_prompt, seed)
@@ -168,18 +186,37 @@ def _metadata(row: ImageRow) -> dict[str, Any]:
 
 def _pair_images(rows: Iterable[ImageRow], limit: int, seed: int) -> list[Task]:
     """Form at most `limit` pairs of each prompt (and source): all its images appear about as often."""
-    by_prompt: dict[tuple[str, ...], dict[str, ImageRow]] = {}
-    for row in rows:
-        key = record_key({**(row.metadata or {}), "prompt": row.prompt})
-        by_prompt.setdefault(key, {})[absolute_reference(row.image)] = row
     tasks = []
-    for (prompt, *_), images in by_prompt.items():
-        circle = sorted(images, key=lambda image: draw(seed, prompt, image))
+    for prompt, circle, images in _by_prompt(rows, seed):
         count = len(circle)
         steps = ((i, (i + gap) % count) for gap in range(1, count // 2 + 1) for i in range(count))
         pairs = dict.fromkeys(tuple(sorted((circle[i], circle[j]))) for i, j in steps)  # the store draws the sides
         tasks += [Task(prompt=prompt, images=pair, extra=_metadata(images[pair[0]])) for pair in islice(pairs, limit)]
     return tasks
+
+
+def _group_images(rows: Iterable[ImageRow], size: int, limit: int, seed: int) -> list[Task]:
+    """Form at most `limit` groups of `size` images of each prompt; no image is in two."""
+    tasks, most, left_out = [], 0, 0
+    for prompt, circle, images in _by_prompt(rows, seed):
+        groups = [tuple(circle[start : start + size]) for start in range(0, len(circle) - size + 1, size)][:limit]
+        tasks += [Task(prompt=prompt, images=group, extra=_metadata(images[group[0]])) for group in groups]
+        most, left_out = max(most, len(circle)), left_out + len(circle) - size * len(groups)
+    if not tasks:
+        raise UserError(f"--best-of is {size}, and no prompt has so many images: {most} at most. Give less.")
+    if left_out:
+        warnings.warn(f"{left_out} images are left out: a group has {size} images of one prompt.", stacklevel=3)
+    return tasks
+
+
+def _by_prompt(rows: Iterable[ImageRow], seed: int) -> Iterator[tuple[str, list[str], dict[str, ImageRow]]]:
+    """Yield each prompt (and source) with its images in an order by lot, and their rows."""
+    by_prompt: dict[tuple[str, ...], dict[str, ImageRow]] = {}
+    for row in rows:
+        key = record_key({**(row.metadata or {}), "prompt": row.prompt})
+        by_prompt.setdefault(key, {})[absolute_reference(row.image)] = row
+    for (prompt, *_), images in by_prompt.items():
+        yield prompt, sorted(images, key=lambda image: draw(seed, prompt, image)), images
 
 
 def _pair_models(models: Mapping[str, Sequence[ImageRow]], limit: int, seed: int) -> list[Task]:

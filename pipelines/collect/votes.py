@@ -8,6 +8,8 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import combinations
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
@@ -34,7 +36,7 @@ from visalign.evaluation.statistics.intervals import (
 )
 from visalign.pipelines.score.report import load_shown_images
 
-from .store import CHOICES, Vote, VoteStore
+from .store import Vote, VoteStore
 from .tasks import PAIR_COLUMNS, Task
 
 MOST_DISPUTED = 12  # Pairs that the page shows with their images
@@ -65,7 +67,7 @@ def report(store: VoteStore, votes: Sequence[Vote], settings: IntervalSettings) 
     and of right answers), and of pairs the share of the left of the screen and the annotator model.
     """
     first = _countable(store, votes)
-    analysis = (_analyse_pairs if store.is_pairs else _analyse_images)(store, first, settings)
+    analysis = (_analyse_choices if store.choices else _analyse_images)(store, first, settings)
     statistics, entries = analysis.pop("by_name"), []
     for name, ballots in _group(votes, "annotator").items():
         seconds = [vote.seconds for vote in ballots if vote.seconds is not None]
@@ -81,21 +83,24 @@ def report(store: VoteStore, votes: Sequence[Vote], settings: IntervalSettings) 
     rated_tasks = sum(task.gold is None for task in store.tasks.values())
     counts = {"tasks": rated_tasks, "voted": len({vote.task for vote in first}), "votes": len(votes)}
     counts |= {"people": people, "judges": len(entries) - people}
-    return {"format": FORMAT, "pairs": store.is_pairs, **counts, "annotators": entries, **analysis}
+    return {"format": FORMAT, "pairs": bool(store.choices), **counts, "annotators": entries, **analysis}
 
 
 def export_rows(store: VoteStore, votes: Sequence[Vote], *, model: bool = False) -> list[dict[str, Any]]:
     """Build rows of a preference set (pairs) or of a quality set (single images, mos = mean of the slider).
 
-    Labels of pairs are shares of the votes, or with `model` the annotator model's probability that a typical
-    one of these voters prefers the left image.
+    A choice among more images gives every two of them as a pair with the votes of the two: by Luce's axiom their share
+    does not depend on the other images. Labels of pairs are shares of the votes, or with `model` the annotator model's
+    probability that a typical one of these voters prefers the left image.
     """
     countable = sorted(_countable(store, votes), key=lambda vote: vote.task)
     by_task = _group(countable, "task")
     if not by_task:
         raise UserError(f"All votes in '{store.path}' are on gold pairs: there is nothing to export.")
     if model and not store.is_pairs:
-        raise UserError("The annotator model is of pairs, and these votes are on single images.")
+        raise UserError("--model is of pairs, and these votes are on single images or groups. Leave --model out.")
+    if len(store.places) > 2:
+        return [row for task, ballots in by_task.items() for row in _group_rows(store.tasks[task], ballots)]
     if not store.is_pairs:
         best = {"mos_best": len(store.form.slider)} if store.form.slider else {}
         return [_image_row(store.tasks[task], ballots, best) for task, ballots in by_task.items()]
@@ -113,6 +118,8 @@ def export_rows(store: VoteStore, votes: Sequence[Vote], *, model: bool = False)
 def vote_rows(store: VoteStore, votes: Sequence[Vote]) -> list[dict[str, Any]]:
     """Build a row per vote for the exports to other tools: prompt, images, annotator, and label or mos."""
     rows = []
+    if len(store.places) > 2:
+        raise UserError("--format is for votes on pairs and single images, and these are on groups. Leave it out.")
     for vote in sorted(_countable(store, votes), key=lambda vote: vote.task):
         task = store.tasks[vote.task]
         names = ("image_left", "image_right") if store.is_pairs else ("image",)
@@ -167,6 +174,26 @@ def _pair_row(task: Task, votes: Sequence[Vote], soft: tuple[float, float] | Non
     return _completions(pair) if task.images[0].startswith(TEXT) else pair.to_row()
 
 
+def _group_rows(task: Task, votes: Sequence[Vote]) -> list[dict[str, Any]]:
+    """Build the pairs of a group of which one image or both were chosen."""
+    counts, rows = Counter(vote.answer["choice"] for vote in votes), []
+    for (first, left), (second, right) in combinations(zip(task.places, task.images, strict=True), 2):
+        if total := counts[first] + counts[second]:
+            sides = {first: 1.0, second: 0.0}
+            ballots = [(vote.annotator, sides.get(vote.answer["choice"])) for vote in votes]
+            pair = PreferencePair(
+                prompt=task.prompt,
+                image_left=left,
+                image_right=right,
+                label=counts[first] / total,
+                votes=(counts[first], counts[second], 0),
+                ballots=tuple((name, side) for name, side in ballots if side is not None),
+                extra={**task.extra, "best_of": len(task.images)},
+            )
+            rows.append(pair.to_row())
+    return rows
+
+
 def _completions(pair: PreferencePair) -> dict[str, Any]:
     """Write a pair of completions in TRL's columns; `share` is that of the votes for chosen, `prob` is a judge's."""
     swap = pair.label < 0.5
@@ -208,7 +235,7 @@ def _reason(votes: Iterable[Vote], share: float) -> dict[str, str]:
     return {}
 
 
-def _analyse_pairs(store: VoteStore, first: Sequence[Vote], settings: IntervalSettings) -> dict[str, Any]:
+def _analyse_choices(store: VoteStore, first: Sequence[Vote], settings: IntervalSettings) -> dict[str, Any]:
     order = sorted({vote.task for vote in first})
     if not order:
         alpha = Interval(estimate=math.nan).to_dict()
@@ -217,39 +244,47 @@ def _analyse_pairs(store: VoteStore, first: Sequence[Vote], settings: IntervalSe
         return {"alpha": alpha, **empty, "notes": notes}
     row = {task: index for index, task in enumerate(order)}
     index, clusters = cluster_index([store.tasks[task].prompt for task in order])
-    by_voter = _group(first, "annotator")
-    counts = np.zeros((len(by_voter), len(order), 3))
+    by_voter, columns = _group(first, "annotator"), (*store.places, "tie")
+    counts = np.zeros((len(by_voter), len(order), len(columns)))
     for ballots, count in zip(by_voter.values(), counts, strict=True):
         for vote in ballots:
-            count[row[vote.task], CHOICES.index(vote.answer["choice"])] += 1
+            count[row[vote.task], columns.index(vote.answer["choice"])] += 1
     votes = counts.sum(0)
     table = RatioTable(index, clusters)
     for name, count in zip(by_voter, counts, strict=True):
         table.add(name, *agreement.majority_credit(count, votes - count))  # the others, without this voter
     rest = table.intervals(**settings.drawing(), level=settings.level)
-    fit = _fit(first, order)
+    fit = _fit(first, order) if store.is_pairs else None
     by_name: dict[str, dict[str, Any]] = {}
     for number, (name, ballots) in enumerate(by_voter.items()):
         decided = [vote for vote in ballots if vote.answer["choice"] != "tie"]
-        on_left = sum(vote.answer["choice"] == CHOICES[vote.swapped] for vote in decided)  # of the screen
-        by_name[name] = {key: float(getattr(fit, key)[number]) for key in FITTED} | {
+        on_left = sum(vote.answer["choice"] == store.places[-vote.swapped] for vote in decided)  # of the screen
+        left = (0, 0) if fit is None else (on_left, len(decided))
+        by_name[name] = {key: None if fit is None else float(getattr(fit, key)[number]) for key in FITTED} | {
             "rest": rest[name].to_dict(),
             "ties": (len(ballots) - len(decided)) / len(ballots),
-            "left_of_screen": wilson_interval(on_left, len(decided), level=settings.level).to_dict(),
+            "left_of_screen": wilson_interval(*left, level=settings.level).to_dict(),
         }
-    alpha = _alpha(agreement.alpha_sums(votes), agreement.alpha_of_sums, index, clusters, settings)
+    alpha = _alpha(
+        agreement.alpha_sums(votes),
+        partial(agreement.alpha_of_sums, places=len(store.places)),
+        index,
+        clusters,
+        settings,
+    )
     majority = votes.max(1, initial=0) / np.maximum(votes.sum(1), 1)
     split = [i for i in np.argsort(majority, kind="stable") if votes[i].sum() > 1 and majority[i] < 1]
     disputed = [
         {"task": order[i], "votes": votes[i].astype(int).tolist(), "soft_label": float(fit.soft_label[i])}
         for i in split[:MOST_DISPUTED]
+        if fit is not None
     ]
-    left, right, ties = votes.sum(0)
+    left, right, ties = votes.sum(0) if store.is_pairs else (1, 1, 0)  # the notes below are of sides
     notes = (
         (not left + right, "All votes are ties: they teach a judge nothing, and no agreement can be computed."),
         (left > 1 and not right + ties, "All votes are for the left image of the table: mix its sides."),
         (right > 1 and not left + ties, "All votes are for the right image of the table: mix its sides."),
-        (votes.sum(1).max() < 2, "No pair has two votes, so agreement between voters is not known."),
+        (votes.sum(1).max() < 2, "Nothing has two votes, so agreement between voters is not known."),
     )
     return {
         "alpha": alpha.to_dict(),
@@ -269,7 +304,7 @@ def _models(
 
     The intervals hold for all models together (Bonferroni); the shares of two models are one number.
     """
-    sides = [[task.extra.get(f"generator_{side}") for side in ("left", "right")] for task in tasks]
+    sides = [[task.extra.get(f"generator_{side}") for side in task.places] for task in tasks]
     names = sorted({str(name) for pair in sides if None not in pair and pair[0] != pair[1] for name in pair})
     left, table = (votes[:, 0] + votes[:, 2] / 2) / votes.sum(1), RatioTable(index, clusters)
     pairs: dict[Any, int] = {}

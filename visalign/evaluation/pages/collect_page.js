@@ -1,7 +1,7 @@
 "use strict";
 // One question after another: shows it, takes the answer by key, pointer or finger, and sends it until it is kept.
 const one = (name) => document.querySelector(name), all = (name) => [...document.querySelectorAll(name)];
-const isPair = document.body.dataset.pair === "1", words = all("[data-word]").map((word) => word.dataset.word);
+const chooses = document.body.dataset.choices === "1", words = all("[data-word]").map((word) => word.dataset.word);
 const send = one("#send"), slider = one("#slider"), text = one("#text");
 let now = null, ready = false, choice = null, graded = false, since = 0, busy = false, client = null;
 
@@ -80,7 +80,7 @@ const show = (found) => {
     const said = (before.checklist || {})[check.dataset.question];
     check.querySelector(`input[value="${said === undefined ? "" : said ? "yes" : "no"}"]`).checked = true;
   });
-  (before.boxes || []).forEach(([side, ...ends]) => box(one(`figure[data-side=${side}] .frame`), ends));
+  (before.boxes || []).forEach(([side, ...ends]) => box(one(`figure[data-side="${side}"] .frame`), ends));
   client = null;
   say("");
   Promise.all(all("figure img").map((image) => image.decode())).then(
@@ -94,7 +94,7 @@ const show = (found) => {
 };
 const answer = () => {
   const found = {};
-  if (isPair) found.choice = choice;
+  if (chooses) found.choice = choice;
   if (slider && graded) found.slider = Number(slider.value);
   if (text && text.value.trim()) found.text = text.value.trim();
   const marks = all(".check").map((check) => [check.dataset.question, check.querySelector("input:checked").value]).filter(([, said]) => said);
@@ -125,7 +125,7 @@ const keep = async (said) => {
 const vote = () => busily(async () => {
   if (!now) return;
   if (!ready) return say("The images are still on their way.", true);
-  if (isPair && !choice) return say("Choose an image first: left, right, or equal.", true);
+  if (chooses && !choice) return say("Choose an image first.", true);
   if (slider && !graded) return say("Set the slider first.", true);
   await keep(answer());
 });
@@ -199,8 +199,8 @@ document.addEventListener("keydown", (event) => {
   const typing = event.target.matches("textarea, input[type=text]"), set = event.target.matches("input");
   if (typing && event.key !== "Escape") return;
   if (typing) return event.target.blur();
-  const side = { ArrowLeft: "left", ArrowRight: "right", ArrowDown: "tie" }[event.key];
-  if (isPair && side && now && !set) {
+  const side = { ArrowLeft: "left", ArrowRight: "right", ArrowDown: "tie" }[event.key] || event.key;
+  if (chooses && one(`[data-choice="${CSS.escape(side)}"]`) && now && !set) {
     if (ready) choose(side);
     if (!send) vote();
   } else if (slider && now && Number(event.key) >= 1 && Number(event.key) <= words.length) grade(Number(event.key));

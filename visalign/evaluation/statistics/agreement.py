@@ -114,13 +114,13 @@ def best_tie_threshold(margin: ArrayLike, label: ArrayLike, *, half: bool = Fals
 
 
 def majority_credit(votes: Array, voters: Array) -> tuple[Array, Array]:
-    """Credit and count [N] of votes [N, 3] (left, right, tie) predicted by the majority of `voters` [N, 3]; a tie
-    earns ½.
+    """Credit and count [N] of votes [N, K + 1] (left and right, or K places, and tie) that the majority of `voters`
+    predicts. Of k places that lead together each earns 1/k; votes for a tie are not predicted.
     """
-    majority = np.sign(voters[:, 0] - voters[:, 1])
-    counted = voters.sum(1) > 0
-    credit = votes[:, 0] * (1 + majority) / 2 + votes[:, 1] * (1 - majority) / 2
-    return credit * counted, (votes[:, 0] + votes[:, 1]) * counted
+    places, counted = voters[:, :-1], voters.sum(1) > 0
+    leads = places == places.max(1, keepdims=True)
+    credit = (votes[:, :-1] * leads).sum(1) / leads.sum(1)
+    return credit * counted, votes[:, :-1].sum(1) * counted
 
 
 def leave_one_out(votes: Array) -> tuple[Array, Array]:
@@ -140,24 +140,24 @@ def leave_one_out(votes: Array) -> tuple[Array, Array]:
 
 
 def alpha_sums(votes: Array) -> Array:
-    """Return the terms [N, 3] of `alpha_of_sums` for votes [N, 3] (left, right, tie), to sum over pairs.
+    """Return the terms [N, 3] of `alpha_of_sums` for votes [N, K + 1] (K places, tie), to sum over tasks.
 
-    Disagreement Σ_{c≠k} n_c n_k / (m − 1) of the m votes, votes for a side, votes for a tie; 0 where m < 2.
+    Disagreement Σ_{c≠k} n_c n_k / (m − 1) of the m votes, votes for a place, votes for a tie; 0 where m < 2.
     """
     count = votes.sum(1)
     disagreement = ratio(count**2 - (votes**2).sum(1), count - 1)
-    table = np.stack([disagreement, votes[:, 0] + votes[:, 1], votes[:, 2]], axis=1)
+    table = np.stack([disagreement, votes[:, :-1].sum(1), votes[:, -1]], axis=1)
     return np.where((count >= 2)[:, None], table, 0.0)
 
 
-def alpha_of_sums(sums: Array) -> Array:
+def alpha_of_sums(sums: Array, places: int = 2) -> Array:
     """Compute Krippendorff's α [R] for nominal votes from sums [R, 3] of `alpha_sums`; NaN without variation.
 
-    α = 1 − (n − 1) Σ_u Σ_{c≠k} n_uc n_uk / (m_u − 1) / Σ_{c≠k} n_c n_k, over the pairs and their mirror
-    images, as it means nothing which image was on the left.
+    α = 1 − (n − 1) Σ_u Σ_{c≠k} n_uc n_uk / (m_u − 1) / Σ_{c≠k} n_c n_k, over the tasks and their images
+    at every other of the K `places`, as it means nothing where an image was.
 
     Source: Krippendorff, Content Analysis (2004), 11.3.
     """
-    disagreement, sides, ties = 2 * sums[:, 0], sums[:, 1], 2 * sums[:, 2]
-    total = 2 * sides + ties
-    return 1 - ratio((total - 1) * disagreement, total**2 - 2 * sides**2 - ties**2)
+    disagreement, sides, ties = places * sums[:, 0], sums[:, 1], places * sums[:, 2]
+    total = places * sides + ties
+    return 1 - ratio((total - 1) * disagreement, total**2 - places * sides**2 - ties**2)
