@@ -78,6 +78,8 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
         notes = (*notes, "Held-out prompts are not scored: name a reward, evaluation.rewards={clip_score: {}}.")
     if is_distilled(config.model.path, *model):
         notes = (*notes, *_distilled_notes(config))
+    if data.is_stored and (config.rollout.guidance is not None or config.rollout.merge_adapters):
+        notes = (*notes, "rollout.guidance and rollout.merge_adapters are unused: stored images replace samples.")
     check_routes(config.rewarded, records)
     judges = load_terms(terms, load_judge, device)
     rewards: dict[str, Any] = {

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from visalign.data.assets import resolve_model
 from visalign.pipelines.shared.plan import (
@@ -21,7 +22,7 @@ from visalign.pipelines.shared.plan import (
 from visalign.precision import autocast_dtype
 from visalign.training.text.trajectories import needs_reference
 
-from .config import TextConfig
+from .config import ProcessConfig, TextConfig
 from .parts import TextInputs, lora_settings, planned_encoder
 
 PROMPTS = 256  # Training prompts whose length is measured
@@ -60,6 +61,8 @@ def footprint(config: TextConfig, inputs: TextInputs) -> dict[str, Any]:
         trunk = [w for name, w in network.base_model.named_parameters() if "lora_" not in name]
         copy = trained_memory(trunk, ema=False, copies=0, optimizer=config.optimizer.name)
         memory["value_network_and_its_optimizer"] = sum(copy.values())
+    if config.process is not None:
+        memory["process_reward"] = _process_memory(config.process, model.dtype)
     memory["generation_or_activations_of_a_micro_batch"] = max(cache + logits, activations) / GB
     update = (3 + model.gradient_checkpointing) * config.objective.epochs  # forward, twice that backward, again
     before = bool(rows) + has_reference + rollout.recompute + rollout.routing_replay
@@ -83,6 +86,23 @@ def footprint(config: TextConfig, inputs: TextInputs) -> dict[str, Any]:
         ),
         **speed,
     }
+
+
+def _process_memory(process: ProcessConfig, dtype: str) -> float:
+    """Compute the GB of a process reward and its reference, and of AdamW where it goes on learning."""
+    from visalign.adapters.causal_lm.loading import from_pretrained
+
+    networks = list[Any]()
+    for path in filter(None, (process.reference, process.model)):
+        is_adapter = not (Path(resolve_model(path)) / "config.json").is_file() and process.reference is not None
+        loaded: Any = from_pretrained(AutoConfig, str(resolve_model(process.reference if is_adapter else path)))
+        with torch.device("meta"):
+            networks.append(AutoModel.from_config(loaded, dtype=getattr(torch, dtype), trust_remote_code=False))
+    memory = sum(map(weight_bytes, networks)) / GB
+    if process.online is not None:
+        learning = trained_memory([*networks[-1].parameters()], ema=False, copies=0)
+        memory += sum(learning.values()) - learning["trained_weights"]
+    return memory
 
 
 def _cache_bytes(network: Any, rows: int, length: int) -> int:

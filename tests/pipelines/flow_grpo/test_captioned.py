@@ -126,8 +126,9 @@ def test_a_run_by_the_configuration_and_its_resume(tmp_path, capsys):
     summary = run(config(), tmp_path / "whole")
     said = "".join(capsys.readouterr())
     assert "data.images: left out, of 7 images: 3." in said and "loss " in said and "no signal" not in said
-    unmeasured = prepare(config("evaluation={rewards: {}}"), 1).notes
-    assert "name a reward, evaluation.rewards" in unmeasured[-1] and len(unmeasured) == 2
+    unmeasured = prepare(config("evaluation={rewards: {}}", "rollout.guidance=2"), 1).notes
+    assert "name a reward, evaluation.rewards" in unmeasured[-2] and len(unmeasured) == 3
+    assert "rollout.merge_adapters are unused" in unmeasured[-1]
     planned = plan(config(), measure=False)
     assert planned["cost"]["forward_equivalents_per_image"] == 3 and planned["batch"]["pairs_per_iteration"] == 4
     log = read_metrics(tmp_path / "whole" / "metrics.jsonl")

@@ -102,3 +102,15 @@ def test_tokens_a_second_and_a_value_network(inputs):
     corrected = "objective.changes={importance_sampling: {level: token, mode: truncate, high: 2.0}}"
     served = configured("server={base_url: 'http://localhost:1/v1', model: m}", "model.lora={}", corrected)
     assert "tokens_per_second_at_most" not in footprint(served, inputs)
+
+
+def test_a_process_reward_and_its_learning_are_counted(inputs):
+    """An implicit one is two trunks; PRIME's adds gradients and two moments of one of them."""
+    row = "objective={algorithm: prime}"
+    process = "process={model: tasks-qwen3, reference: tasks-qwen3, unit: token}"
+    plain = footprint(configured(), inputs)["memory_in_GB"]
+    fixed = footprint(configured(row, process), inputs)["memory_in_GB"]
+    online = footprint(configured(row, process, "process.online={}"), inputs)["memory_in_GB"]
+    trunk = fixed["process_reward"] / 2
+    assert "process_reward" not in plain and 0 < trunk <= plain["trained_weights"]
+    assert online["in_all"] - fixed["in_all"] == pytest.approx(3 * trunk)
