@@ -112,5 +112,5 @@ def test_a_process_reward_and_its_learning_are_counted(inputs):
     fixed = footprint(configured(row, process), inputs)["memory_in_GB"]
     online = footprint(configured(row, process, "process.online={}"), inputs)["memory_in_GB"]
     trunk = fixed["process_reward"] / 2
-    assert "process_reward" not in plain and 0 < trunk <= plain["trained_weights"]
-    assert online["in_all"] - fixed["in_all"] == pytest.approx(3 * trunk)
+    assert "process_reward" not in plain and trunk == pytest.approx(plain["trained_weights"], rel=1e-3)
+    assert online["in_all"] - fixed["in_all"] == pytest.approx(3 * trunk, rel=1e-3)
