@@ -43,28 +43,17 @@ def rollout(
 ) -> Trajectory:
     """Denoise B samples; steps in `sde_steps` are stochastic, the others steps of the ODE.
 
-    After every step the latent is rounded to the policy's storage dtype, which is what the next forward sees.
-    The log-probability is that of the rounded latent: a replay under unchanged weights reproduces it.
+    After every step the latent is rounded to the policy's storage dtype, which is what the next forward sees. The
+    log-probability is that of the rounded latent: a replay under unchanged weights reproduces it.
 
-    Args:
-        policy: offers `velocity`, `times`, `latent_shape`, `storage_dtype`, `prediction` and `device`.
-        condition: encoded prompts of the B samples.
-        sigmas: [T + 1].
-        sde_steps: rising indices in [0, T); empty for a deterministic rollout (evaluation). With bfloat16
-            storage leave out steps of tiny std (0.006 in diffusers' last one), the size of rounding.
-        schedule: see `Kernel`.
-        noise_level: a or η of the schedule.
-        seeds: [B]; not needed with `noise` and no stochastic step.
-        noise: [B, ...] standard normal noise, instead of `initial_noise(seeds)` (e.g. shared in a group).
-        log_prob_reduction: "mean" or "sum", see `Transition.log_prob`.
-        log_prob: "gaussian" or (schedule "cps") "quadratic".
-        sigma_max: Flow-SDE's stand-in for σ = 1; by default sigmas[1], as in the published code.
-        batch_size: samples per forward.
-        nodes: [T + 1, B], see `tree_nodes`: samples of one condition that share their first steps, which are
-            computed once, with the noise of the first of them. None: each computes its own.
-        solver: solver of the ODE, see `ODESolver`; stochastic steps are part of its history, and it starts
-            again where paths part.
-        compression: see `visited_steps`.
+    `sigmas` are [T + 1]. `sde_steps` are rising indices in [0, T), none for evaluation; with bfloat16 storage leave
+    out steps of tiny std (0.006 in diffusers' last one), the size of rounding. `seeds` [B] are not needed with `noise`
+    [B, ...] (in place of `initial_noise(seeds)`, e.g. shared in a group) and no stochastic step. `schedule`,
+    `noise_level`, `log_prob` are those of `Kernel`, `log_prob_reduction` of `Transition.log_prob`; `sigma_max` is
+    Flow-SDE's stand-in for σ = 1, by default sigmas[1], as in the published code. `nodes` [T + 1, B] of `tree_nodes`
+    are samples of one condition that share first steps, which are computed once, with the noise of the first of them.
+    `solver` is an `ODESolver`, whose history has stochastic steps too, and starts again where paths part;
+    `compression` is as in `visited_steps`.
     """
     sigmas = _check_sigmas(sigmas)
     total, steps = len(sigmas) - 1, tuple(operator.index(step) for step in sde_steps)

@@ -26,20 +26,14 @@ def token_log_probs(
 ) -> LogProbEntropy:
     """Compute log π(id_t | id_<t) and entropy [B, T] of each token of a batch, aligned with the ids, differentiable.
 
-    The logits before a token, z_{t−1}, are its distribution: log p = log softmax(z_{t−1}/τ)[id_t]. They are
-    held for all present tokens; if they do not fit, give the last hidden states to `fused_log_prob_entropy`.
-    Results are 0 with exactly zero gradient at padding and at a row's first token, which nothing predicts.
-    Prompts have log-probs too: `Trajectories.weight` is 0 there.
+    The logits before a token, z_{t−1}, are its distribution: log p = log softmax(z_{t−1}/τ)[id_t]. They are held for
+    all present tokens; if they do not fit, give the last hidden states to `fused_log_prob_entropy`. Results are 0 with
+    exactly zero gradient at padding and at a row's first token, which nothing predicts. Prompts have log-probs too:
+    `Trajectories.weight` is 0 there.
 
-    Args:
-        model: called as model(input_ids=ids, attention_mask=mask, **inputs), like transformers' causal
-            models; returns logits [B, T, V], or an object with `logits`.
-        ids: [B, T] prompts and completions, padded on either side; padding may hold any id.
-        mask: [B, T], 0 for padding; None if all are present. Rows padded on the left get `position_ids` that
-            begin at 0 at their first token, unless `inputs` has them.
-        temperature: τ that the tokens were sampled with.
-        soft_cap: of logits that the model has not capped itself.
-        inputs: other inputs of the model, such as images.
+    `model` is called as model(input_ids=ids, attention_mask=mask, **inputs) and returns logits [B, T, V], or an object
+    with `logits`; `soft_cap` is one that it has not applied itself. `ids` may be padded on either side (`mask` 0, any
+    id); rows padded on the left get `position_ids` from 0 on, unless `inputs` has them.
     """
     check_axes(ids=(ids, "B T"), mask=(mask, "B T"))
     present = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask != 0

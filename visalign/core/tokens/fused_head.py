@@ -70,28 +70,21 @@ def fused_log_prob_entropy(
 ) -> LogProbEntropy:
     """Compute `log_prob_entropy` of the logits W h + b, with nothing of their size in memory.
 
-    z = c·tanh((W h + b)/c)/τ; log p = z_y − log Σ_v e^z_v; H = −Σ_v p_v log p_v. The backward pass recomputes
-    each tile of logits. It leaves out rows whose upstream gradient is exactly 0 (clipped, without advantage,
-    not selected) and products for inputs that need no gradient. Products are summed in float32: the logits of
-    a bfloat16 head are never rounded. The host waits for a CUDA device to check the ids. Deviations: autocast
-    is off inside; operands keep their dtype. With a bfloat16 head on CUDA the gradient of the logits is
-    rounded to bfloat16, as a factor of its two products.
+    z = c·tanh((W h + b)/c)/τ; log p = z_y − log Σ_v e^z_v; H = −Σ_v p_v log p_v. The backward pass recomputes each
+    tile of logits. It leaves out rows whose upstream gradient is exactly 0 (clipped, without advantage, not selected)
+    and products for inputs that need no gradient. Products are summed in float32: the logits of a bfloat16 head are
+    never rounded. The host waits for a CUDA device to check the ids. Deviations: autocast is off inside; operands keep
+    their dtype. With a bfloat16 head on CUDA the gradient of the logits is rounded to bfloat16, as a factor of its two
+    products.
 
-    Args:
-        hidden: [*N, H] last hidden states, differentiable.
-        head_weight: [V, H] W, differentiable unless frozen; it may be tied to the embedding.
-        target: [*N] ids in [0, V), of the token that each state predicts.
-        weight: [*N]; where it is 0 the results are 0 and cost nothing, the target may be any number, and the
-            hidden state may be NaN and gets exactly zero gradient.
-        head_bias: [V] b, differentiable; −∞ excludes an entry.
-        temperature: τ that the tokens were sampled with.
-        soft_cap: c of Gemma 2's logit soft-capping.
-        sum_p2: compute Σ_v p_v² too.
-        tile: (rows, vocabulary entries) per tile; by default `fused_tiles.TILES` of the device. Work memory
-            is 2 float32 tiles (3 with a soft-cap) and up to 2 strips [tile[1], H] for bfloat16.
+    `hidden` is [*N, H], `head_weight` W [V, H], `head_bias` b [V] (−∞ excludes an entry), `target` [*N] the ids that
+    the states predict. Where `weight` [*N] is 0 the results are 0 and cost nothing, whatever target and state are
+    (also NaN), and the gradient is exactly zero. `soft_cap` is c, `sum_p2` asks for Σ_v p_v² too. `tile` is (rows,
+    vocabulary entries), by default `fused_tiles.TILES` of the device: work memory is 2 float32 tiles (3 with a
+    soft-cap) and up to 2 strips [tile[1], H] for bfloat16.
 
-    Milakov and Gimelshein, arXiv 1805.02867 (log Σ e^z in one sweep); Wijmans et al., Cut Cross-Entropy,
-    arXiv 2411.09009, section 4 (no logits in memory, recomputed for the gradient).
+    Milakov and Gimelshein, arXiv 1805.02867 (log Σ e^z in one sweep); Wijmans et al., Cut Cross-Entropy, arXiv
+    2411.09009, section 4 (no logits in memory, recomputed for the gradient).
     """
     _check_head(hidden, head_weight, head_bias)
     _check_target(target, weight, hidden.shape[:-1], head_weight.shape[0])
