@@ -46,13 +46,12 @@ class SteeringCallback:
 
     Singhal et al., Feynman-Kac steering, arXiv 2501.06848.
 
-    `pipe` is of a family in `FAMILIES` and not changed. `reward` maps the call's images [B, 3, H, W] to [B],
-    higher is better, NaN where unknown; such an image has no child, unless its whole group is unknown. `particles`
-    images make a group, side by side (`num_images_per_prompt`). `resample_after` are rising steps of 1 to T − 2: a
-    callback does not get the latents before step 0, and after the last there is no noise. `strength` is λ, per
-    unit of the reward; `schedule` is as in `visalign.flow.Kernel`. `decode` maps clean latents as the pipeline has
-    them to images in [0, 1]; None decodes as the pipeline does (of a video the middle frame). `image_size` and
-    `num_frames` are the call's.
+    `pipe` is of a family in `FAMILIES` and not changed. `reward` maps the call's images [B, 3, H, W] to [B], higher is
+    better, NaN where unknown; such an image has no child, unless its whole group is unknown. `particles` images make a
+    group, side by side (`num_images_per_prompt`). `resample_after` are rising steps of 1 to T − 2: a callback does not
+    get the latents before step 0, and after the last there is no noise. `strength` is λ, per unit of the reward;
+    `schedule` is as in `visalign.flow.Kernel`. `decode` maps clean latents as the pipeline has them to images in [0,
+    1]; None decodes as the pipeline does (of a video the middle frame). `image_size` and `num_frames` are the call's.
     """
 
     def __init__(

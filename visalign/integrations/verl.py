@@ -3,9 +3,8 @@
 
     export VERL_USE_EXTERNAL_MODULES=visalign.integrations.verl
 
-registers `visalign:NAME` for every row of tokens. A row is named twice, and what verl computes outside a
-policy loss (KL, the reference, the denominator of a fixed length) stands in verl's own options; `settings`
-writes all of them:
+registers `visalign:NAME` for every row of tokens. A row is named twice, and what verl computes outside a policy loss
+(KL, the reference, the denominator of a fixed length) stands in verl's own options; `settings` writes all of them:
 
     python -c "from visalign.integrations.verl import settings; print(*settings('dapo'))"
 

@@ -67,9 +67,8 @@ def entropy_aware_advantages(advantage: Tensor, entropy: Tensor, weight: Tensor,
 def empg_scale(entropy: Tensor, weight: Tensor | None = None, *, k: float = 1.0, eps: float = 1e-8) -> Tensor:
     """Compute EMPG's confidence, g = exp(−k H̃)/mean exp(−k H̃), H̃ = (H − min)/(max − min + eps).
 
-    `entropy` [B, S] is the mean entropy of each segment, absent where not finite. Minimum, maximum and mean
-    are over all present segments, so that g has mean 1: confident segments move the policy more. EMPG, arXiv
-    2509.09265.
+    `entropy` [B, S] is the mean entropy of each segment, absent where not finite. Minimum, maximum and mean are over
+    all present segments, so that g has mean 1: confident segments move the policy more. EMPG, arXiv 2509.09265.
     """
     present = _present_segments(entropy, weight)
     confidence = _confidence(entropy, present, k, eps)

@@ -97,8 +97,7 @@ def likelihood(
 def jepo(likelihood: Tensor, kl_cost: Tensor | float, group: Labels, present: Tensor) -> Tensor:
     """A_i = log mean_j exp ℓ_j − log mean_{j≠i} exp ℓ_j, ℓ_i = log π(a* | prompt, z_i) as in likelihood.
 
-    The task's reward plays no part, and the gradient of the bound itself is left out. JEPO in arXiv
-    2602.03979.
+    The task's reward plays no part, and the gradient of the bound itself is left out. JEPO in arXiv 2602.03979.
     """
     usable = torch.isfinite(likelihood) & present
     credit = jepo_credit(torch.where(usable, likelihood, torch.nan), group)[1]

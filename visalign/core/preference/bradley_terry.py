@@ -47,13 +47,12 @@ def bradley_terry_loss(
 ) -> Tensor:
     """Negative log-likelihood of a pair: −p ln σ(l − τ r − m) − (1 − p) ln σ(r − τ l − m) + c (l + r)².
 
-    τ = 1, m = 0, c = 0 is Bradley-Terry; HPSv2's loss is its sum over pairs. `margin` m, a number or [*], is
-    the lead of the better sample in TRL, HPSv3's constant 0.57; `centre` c keeps scores, of which a
-    likelihood knows differences only, near 0 (TRL: 0.01); `displacement` τ ≠ 1 is HPSv3's "likelihood
-    displacement". `sign` s adds s (max(0, −b) + max(0, w)), which pulls the better score b above 0 and the worse one
-    w below; `l2` adds l2 (l² + r²). Give pairs without a label weight 0 in `average_pairs`. Bradley and Terry 1952;
-    InstructGPT, arXiv 2203.02155, eq. 1; margin: Llama 2, 2307.09288, eq. 2; centring: 2312.09244; HPSv3,
-    2508.03789, released code.
+    τ = 1, m = 0, c = 0 is Bradley-Terry; HPSv2's loss is its sum over pairs. `margin` m, a number or [*], is the lead
+    of the better sample in TRL, HPSv3's constant 0.57; `centre` c keeps scores, of which a likelihood knows
+    differences only, near 0 (TRL: 0.01); `displacement` τ ≠ 1 is HPSv3's "likelihood displacement". `sign` s adds s
+    (max(0, −b) + max(0, w)), which pulls the better score b above 0 and the worse one w below; `l2` adds l2 (l² + r²).
+    Give pairs without a label weight 0 in `average_pairs`. Bradley and Terry 1952; InstructGPT, arXiv 2203.02155, eq.
+    1; margin: Llama 2, 2307.09288, eq. 2; centring: 2312.09244; HPSv3, 2508.03789, released code.
     """
     first, other, prob, labelled = paired_scores(left, right, label)
     lead = float32(margin) if isinstance(margin, Tensor) else margin

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """ICT and HP: an image-text score that richer images do not lose by, and a score of what people prefer.
 
-A triple is three images of one subject, I1 < I2 < I3 (a rejected one, a chosen one, one from a refined
-prompt), and two prompts, easy and refined. Where the paper and the released code differ, `mode="upstream"` is
-the latter.
+A triple is three images of one subject, I1 < I2 < I3 (a rejected one, a chosen one, one from a refined prompt), and
+two prompts, easy and refined. Where the paper and the released code differ, `mode="upstream"` is the latter.
 """
 
 from __future__ import annotations

@@ -45,10 +45,9 @@ def matching_loss(v: Tensor, anchor: Tensor, guidance: Tensor, gamma: Tensor, we
 def ram_loss(v: Tensor, v_ref: Tensor, target: Tensor, advantage: Tensor, *, scale: float = 1.0) -> Tensor:
     """Reinforce Adjoint Matching, ℓ = mean |v − sg(v_ref + s A (u − v))|².
 
-    Its fixed point is v − v_ref = s E[A (u − v) | x_σ], the velocity of the reference tilted by e^{sA} but
-    for the path cost, which is left out. The paper has the reward itself for A, in [0, 1]; a baseline changes
-    its variance alone. s is one over the strength of the KL to the reference. Bergmeister et al., arXiv
-    2605.10759, eq. 17.
+    Its fixed point is v − v_ref = s E[A (u − v) | x_σ], the velocity of the reference tilted by e^{sA} but for the
+    path cost, which is left out. The paper has the reward itself for A, in [0, 1]; a baseline changes its variance
+    alone. s is one over the strength of the KL to the reference. Bergmeister et al., arXiv 2605.10759, eq. 17.
     """
     return matching_loss(v, v_ref, target - v, scale * advantage, torch.ones_like(advantage))
 
@@ -124,10 +123,9 @@ def nft_loss(
     v± = v_old ± β (v − v_old), x̂± = x_σ − σ v±, r the `reward_probability`: ℓ = A_max [r mean |x̂₊ − x0|²/w₊
     + (1 − r) mean |x̂₋ − x0|²/w₋] / β, w± = max(mean |x̂± − x0|, 1e-5).
 
-    Without the weights (`weighted` False), with e = x̂_old − x0 and d = σ (v − v_old), it is −2 A mean(e d) +
-    A_max β mean d² + (A_max/β) mean e²: β is the strength of the pull to v_old alone. Published β is 1, and
-    0.1 for text in images; A beyond ±A_max = `bound` counts as ±A_max. Zheng et al., arXiv 2509.16117, eq. 5
-    and its code.
+    Without the weights (`weighted` False), with e = x̂_old − x0 and d = σ (v − v_old), it is −2 A mean(e d) + A_max β
+    mean d² + (A_max/β) mean e²: β is the strength of the pull to v_old alone. Published β is 1, and 0.1 for text in
+    images; A beyond ±A_max = `bound` counts as ±A_max. Zheng et al., arXiv 2509.16117, eq. 5 and its code.
     """
     r = reward_probability(advantage, bound=bound, mode=mode)
     e = (_over(sigma, v) * (target - v_old)).detach()  # x̂_old − x0 = σ (u − v_old)

@@ -17,9 +17,8 @@ def phase_entropy_reward(
 ) -> Tensor:
     """Charge a right completion for the entropy of its thinking above that of its answer (PEAR).
 
-    R′ = min(1, R − P) where R ≥ `right_at`, else R; P = max(0, H̄_think − α H̄_answer), each the mean over
-    its tokens in nats, 0 without one. The first `step` [B, T] of a completion is its thinking. PEAR, arXiv
-    2510.08026 (α = 1).
+    R′ = min(1, R − P) where R ≥ `right_at`, else R; P = max(0, H̄_think − α H̄_answer), each the mean over its tokens
+    in nats, 0 without one. The first `step` [B, T] of a completion is its thinking. PEAR, arXiv 2510.08026 (α = 1).
     """
     check_axes(reward=(reward, "B"), entropy=(entropy, "B T"), step=(step, "B T"), weight=(weight, "B T"))
 

@@ -82,8 +82,7 @@ def implicit_prm_loss(
     loss and gradient are 0 there, so divide the sum by the number of labels. A large β saturates the loss.
     Returns [B]; by cross-entropy ln 2 where π_φ = π_ref.
 
-    Yuan et al., Free process rewards without process labels, arXiv 2412.01981; Cui et al., PRIME, arXiv
-    2502.01456.
+    Yuan et al., Free process rewards without process labels, arXiv 2412.01981; Cui et al., PRIME, arXiv 2502.01456.
     """
     check_axes(log_ratio=(log_ratio, "B T"), label=(label, "B"))
     value, _ = _present(log_ratio, weight)

@@ -102,10 +102,9 @@ def inverse_variance_weights(std: Tensor, *, floor: float = 1e-3) -> Tensor:
 def relative_uncertainty_weight(std: Tensor, *, strength: float = 1.0) -> Tensor:
     """Weigh advantages of uncertain rewards down: e^(−λ u/u₀), u₀ the median of the deviations `std` [B] u.
 
-    Where the median is 0, u₀ is that of the u above 0. λ = 1 leaves the median sample e^(−1) of its
-    advantage; NaN, not known, stays NaN. An adaptation: Ctrl-U weighs the loss of each pixel by e^(−U), U how
-    far two predictions are apart; a reward is one number with a unit, which u₀ takes out. After Ctrl-U, arXiv
-    2410.11236.
+    Where the median is 0, u₀ is that of the u above 0. λ = 1 leaves the median sample e^(−1) of its advantage; NaN,
+    not known, stays NaN. An adaptation: Ctrl-U weighs the loss of each pixel by e^(−U), U how far two predictions are
+    apart; a reward is one number with a unit, which u₀ takes out. After Ctrl-U, arXiv 2410.11236.
     """
     check_axes(std=(std, "B"))
     u = float32(std.detach())

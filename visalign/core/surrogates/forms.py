@@ -33,10 +33,9 @@ def ppo_kl(log_ratio: Tensor, advantage: Tensor, *, beta: float, kl: Tensor | No
 def gradient_keeping_clip(log_ratio: Tensor, advantage: Tensor, *, eps_low: float, eps_high: float) -> Tensor:
     """Compute PPO's clip whose upper side keeps a bounded gradient.
 
-    The value is that of `ppo_clip`. Where A > 0 and r > 1 + ε_high the clipped term is (1 + ε_high)/sg(r) ·
-    r, with gradient −(1 + ε_high) A ∇log r instead of 0. For A > 0 it is therefore no trust region: add a KL
-    term or take few inner epochs. Dong et al., Agentic Entropy-Balanced Policy Optimization (AEPO), arXiv
-    2510.14545.
+    The value is that of `ppo_clip`. Where A > 0 and r > 1 + ε_high the clipped term is (1 + ε_high)/sg(r) · r, with
+    gradient −(1 + ε_high) A ∇log r instead of 0. For A > 0 it is therefore no trust region: add a KL term or take few
+    inner epochs. Dong et al., Agentic Entropy-Balanced Policy Optimization (AEPO), arXiv 2510.14545.
     """
     clipped = ppo_clip(log_ratio, advantage, eps_low=eps_low, eps_high=eps_high)
     log_r, gain = surrogate_inputs(log_ratio, advantage)

@@ -12,15 +12,13 @@ or a reward) and, inside a loss, a gradient k'(d) ∇log π. The two estimate di
 | abs        | |d|              | neither          | sign d          | ∇‖π − π_ref‖₁, twice total variation |
 | low_var_kl | min(k3, 10)      | biased           | k3's, 0 where k3 > 10 | biased                       |
 
-So `kl_penalty` takes value and gradient separately. With a live ratio r = π/π_old, ∇(r k3) = r d ∇log π for
-each sample: k2's gradient with importance weight r, correct off-policy. r k1 has the same mean; r k2 and r
-abs do not.
+So `kl_penalty` takes value and gradient separately. With a live ratio r = π/π_old, ∇(r k3) = r d ∇log π for each
+sample: k2's gradient with importance weight r, correct off-policy. r k1 has the same mean; r k2 and r abs do not.
 
 The table holds for one decision given its past. Summed over a sampled sequence, the gradient through each
 decision's own log-prob ignores its effect on later states; k1 inside the reward does not.
 
-Deviation: e^−d is e^min(−d, 20), in value and slope, so that distant tokens neither overflow nor lose their
-gradient.
+Deviation: e^−d is e^min(−d, 20), in value and slope, so that distant tokens neither overflow nor lose their gradient.
 """
 
 from __future__ import annotations
@@ -74,12 +72,11 @@ def kl_penalty(
 ) -> Tensor:
     """Compute a KL loss term, to be multiplied by β, with the value of one estimator and the gradient of another.
 
-    ℓ = r [k_value(d) + k'_gradient(d) (d − sg d)], where d − sg d is 0 with gradient ∇log π, and r =
-    sg(π/π_old), 1 without `log_ratio`. The default reports the unbiased k3 and follows ∇KL(π‖π_ref), on
-    samples of π, or of π_old with `log_ratio`; then its gradient is that of r k3 with a live r.
-    `gradient="k3"` is GRPO as published, which follows ∇KL(π_ref‖π). Table of the module; Tang and Munos,
-    arXiv 2506.09477; Liu et al., Rethinking KL Regularization in RLHF, arXiv 2510.01555; DeepSeek-V3.2, arXiv
-    2512.02556, section 3.1.
+    ℓ = r [k_value(d) + k'_gradient(d) (d − sg d)], where d − sg d is 0 with gradient ∇log π, and r = sg(π/π_old), 1
+    without `log_ratio`. The default reports the unbiased k3 and follows ∇KL(π‖π_ref), on samples of π, or of π_old
+    with `log_ratio`; then its gradient is that of r k3 with a live r. `gradient="k3"` is GRPO as published, which
+    follows ∇KL(π_ref‖π). Table of the module; Tang and Munos, arXiv 2506.09477; Liu et al., Rethinking KL
+    Regularization in RLHF, arXiv 2510.01555; DeepSeek-V3.2, arXiv 2512.02556, section 3.1.
     """
     if gradient == "k1":
         raise ValueError(

@@ -32,11 +32,10 @@ def ppo_clip(
     δ ≥ 1 + ε_high.
     Deviation: above log r = 20 the value stays at e^20 and ∂ℓ/∂log r at −e^20 A.
 
-    GSPO and LUSPO are this surrogate on the sequence ratio (`ratio_level`), aggregated by
-    "seq_mean_token_mean" (GSPO, ε = 3e-4, 4e-4) or "seq_mean_token_sum" (LUSPO, ε = 2e-3, 2.5e-3); DAPO's
-    clip-higher is 0.2, 0.28. Schulman et al., PPO, arXiv 1707.06347, eq. 7; Yu et al., DAPO, arXiv
-    2503.14476, eq. 10 (two bounds); Ye et al., arXiv 1912.09729 (dual clip); INTELLECT-2, arXiv 2505.07291,
-    section 4.1 (δ); LUSPO, arXiv 2602.05261.
+    GSPO and LUSPO are this surrogate on the sequence ratio (`ratio_level`), aggregated by "seq_mean_token_mean" (GSPO,
+    ε = 3e-4, 4e-4) or "seq_mean_token_sum" (LUSPO, ε = 2e-3, 2.5e-3); DAPO's clip-higher is 0.2, 0.28. Schulman et
+    al., PPO, arXiv 1707.06347, eq. 7; Yu et al., DAPO, arXiv 2503.14476, eq. 10 (two bounds); Ye et al., arXiv
+    1912.09729 (dual clip); INTELLECT-2, arXiv 2505.07291, section 4.1 (δ); LUSPO, arXiv 2602.05261.
     """
     log_r, gain = surrogate_inputs(log_ratio, advantage)
     log_r = bounded(log_r)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probs of Gaussian steps, and likelihood ratios per decision or per sequence.
 
-`log_prob_reduction` combines the D elements of one denoising step: "sum" is the true log-density, "mean"
-divides it by D, as in the published Flow-GRPO. Under "mean" a clip range allows D times more: 1e-4 at D =
-65536 is 6.6 nats.
+`log_prob_reduction` combines the D elements of one denoising step: "sum" is the true log-density, "mean" divides it by
+D, as in the published Flow-GRPO. Under "mean" a clip range allows D times more: 1e-4 at D = 65536 is 6.6 nats.
 """
 
 from __future__ import annotations

@@ -22,10 +22,9 @@ def value_loss(
 ) -> Tensor:
     """Compute the squared error of the value function per decision, clipped around the rollout's values.
 
-    ℓ = ½ (V − R)², or with `clip` = ε, in the unit of the reward: ½ max((V − R)², (clip(V, V_old ± ε) − R)²),
-    whose gradient is exactly zero where the clipped error is the larger one. Schulman et al., PPO, arXiv
-    1707.06347, eq. 9, (without the ½); the clip is in its released code only, described by Engstrom et al.,
-    arXiv 2005.12729, section 3.
+    ℓ = ½ (V − R)², or with `clip` = ε, in the unit of the reward: ½ max((V − R)², (clip(V, V_old ± ε) − R)²), whose
+    gradient is exactly zero where the clipped error is the larger one. Schulman et al., PPO, arXiv 1707.06347, eq. 9,
+    (without the ½); the clip is in its released code only, described by Engstrom et al., arXiv 2005.12729, section 3.
     """
     value, target, old = _prepare(values, returns, old_values, clip, weight)
     error = (value - target).square() / 2

@@ -149,9 +149,8 @@ def binary_tv(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
 def binary_kl(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
     """Compute the KL divergence of "this token" against "any other", nats, without gradient.
 
-    D = π_old log(π_old/π) + (1 − π_old) log((1 − π_old)/(1 − π)), a lower bound of KL(π_old ‖ π) over the
-    vocabulary; exact also near probability 1, infinite where π is 1 and π_old is not. Qi et al., DPPO, arXiv
-    2602.04879.
+    D = π_old log(π_old/π) + (1 − π_old) log((1 − π_old)/(1 − π)), a lower bound of KL(π_old ‖ π) over the vocabulary;
+    exact also near probability 1, infinite where π is 1 and π_old is not. Qi et al., DPPO, arXiv 2602.04879.
     """
     new, old = _log_probs(log_prob, old_log_prob)
     this, other = old.exp(), -torch.expm1(old)

@@ -8,11 +8,10 @@ in nats; `advantage` is [B] or [B, T]. A decision of weight 0, or with a value t
 part in statistics; the others count once, unless a formula has w. Measures and thresholds are float64 without
 gradient; losses are float32 or better, per decision.
 
-Selection has two phases. `*_thresholds` looks once at the whole optimizer step, all micro-batches and devices
-together (concatenate or gather the tensors, in any order). `*_keep`, `*_select` or `*_weights` applies its
-result to any part of the step: with the same numbers in both phases the parts together are exactly the whole.
-The released codes take means, quantiles and counts per micro-batch: there, tokens are treated differently
-when the batch is cut differently.
+Selection has two phases. `*_thresholds` looks once at the whole optimizer step, all micro-batches and devices together
+(concatenate or gather the tensors, in any order). `*_keep`, `*_select` or `*_weights` applies its result to any part
+of the step: with the same numbers in both phases the parts together are exactly the whole. The released codes take
+means, quantiles and counts per micro-batch: there, tokens are treated differently when the batch is cut differently.
 
 Denoising steps of fixed variance all have the same entropy, so nothing here means anything on them, and an
 `Objective` refuses it there.

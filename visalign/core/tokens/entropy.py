@@ -71,11 +71,10 @@ class EntropyFit:
 def fit_entropy_curve(entropy: Tensor, reward: Tensor, valid: Tensor | None = None) -> EntropyFit:
     """Fit the reward bought with entropy, R = −a e^H + b, and its ceiling R(H = 0) = b − a.
 
-    Linear in e^H − 1, so that the intercept is the ceiling itself. The errors hold for independent residuals
-    of one size; neighbouring points of one training curve are not independent, and the true errors larger.
-    `entropy` (nats) and `reward` are [n], one entry per evaluation; `valid` bool [n]. Fewer than two
-    different entropies give NaN, fewer than three points NaN errors. Cui et al., The Entropy Mechanism, arXiv
-    2505.22617, eq. 6.
+    Linear in e^H − 1, so that the intercept is the ceiling itself. The errors hold for independent residuals of one
+    size; neighbouring points of one training curve are not independent, and the true errors larger. `entropy` (nats)
+    and `reward` are [n], one entry per evaluation; `valid` bool [n]. Fewer than two different entropies give NaN,
+    fewer than three points NaN errors. Cui et al., The Entropy Mechanism, arXiv 2505.22617, eq. 6.
     """
     valid = torch.ones_like(entropy, dtype=torch.bool) if valid is None else valid
     check_axes(entropy=(entropy, "n"), reward=(reward, "n"), valid=(valid, "n"))

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loss terms that hold a token policy's entropy: SIREN's anchor, EPO's band, TEA's protected tokens.
 
-SIREN, in order of use: `nucleus_entropy` of the logits; `siren_keep` for the peak tokens; `peak_entropy` of
-both; once per optimizer step its aggregate over all micro-batches; then `anchored_entropy_loss` on each of
-them.
+SIREN, in order of use: `nucleus_entropy` of the logits; `siren_keep` for the peak tokens; `peak_entropy` of both; once
+per optimizer step its aggregate over all micro-batches; then `anchored_entropy_loss` on each of them.
 """
 
 from __future__ import annotations
@@ -20,8 +19,7 @@ from .statistics import masked_quantile, present_decisions
 def nucleus_mask(logits: Tensor, *, p: float) -> Tensor:
     """Mark the nucleus of logits [..., V]: the most probable tokens whose probabilities fit into p in [0, 1].
 
-    The first is always kept. SIREN, Rethinking Entropy Regularization in Large Reasoning Models, arXiv
-    2509.25133.
+    The first is always kept. SIREN, Rethinking Entropy Regularization in Large Reasoning Models, arXiv 2509.25133.
     """
     if p == 1:
         return torch.ones_like(logits, dtype=torch.bool)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiles over [N, V]: logits of a linear head, their softmax statistics, and their gradient.
 
-The engine of `fused_head.py`. The vocabulary is the outer loop, so that one float32 tile of the gradient of W
-is summed over all rows and cast once. Nothing of size N·V or, for a bfloat16 head, float32 of size V·H ever
-exists.
+The engine of `fused_head.py`. The vocabulary is the outer loop, so that one float32 tile of the gradient of W is
+summed over all rows and cast once. Nothing of size N·V or, for a bfloat16 head, float32 of size V·H ever exists.
 """
 
 from __future__ import annotations

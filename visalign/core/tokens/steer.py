@@ -24,9 +24,8 @@ Decay = Literal["linear", "exponential"]
 def steer_change(log_prob: Tensor, old_log_prob: Tensor, entropy: Tensor, advantage: Tensor, weight: Tensor) -> Tensor:
     """Compute the first-order entropy change of a token's update: Ω = (A/π_old) π (1 − π)(log π + H).
 
-    NaN where a present number is missing. `old_log_prob` is under the rollout policy. STEER, arXiv
-    2510.10150. Deviation from the released code: π is not clamped away from 0 and 1, the ratio is held at
-    e^20.
+    NaN where a present number is missing. `old_log_prob` is under the rollout policy. STEER, arXiv 2510.10150.
+    Deviation from the released code: π is not clamped away from 0 and 1, the ratio is held at e^20.
     """
     check_same(log_prob=log_prob, old_log_prob=old_log_prob, entropy=entropy)
     value = log_prob.detach().double().clamp(min=-1e3)
