@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +18,7 @@ from visalign.flow.windows import window_steps
 
 _GRIDS = ("diffusers", "plain")
 _SCHEDULES = {"flow": "flow", "Flow-SDE": "flow", "dance": "dance", "Dance-SDE": "dance"}
-_SCHEDULES |= {"cps": "cps", "CPS": "cps", "precise": "precise", "dance_precise": "dance_precise"}
+_SCHEDULES |= {"cps": "cps", "CPS": "cps", "precise": "precise", "dance_precise": "dance_precise", "linear": "linear"}
 _KNOWN_TABLE = {"shift", "steps", "num_train_timesteps"}
 _KNOWN_STEP = {"kind", "noise_level", "shift", "steps", "step_index", "sigma_max", "dtype"}
 
@@ -80,28 +81,20 @@ def step_weights(case: Any) -> dict[str, Any] | None:
     if params.get("sigma_min", 0.0) or ("sigmas" in case.inputs and case.inputs["sigmas"][-1]):
         return None
     if kind[:2] == ["flash", "step"]:
-        names = ("sample", "prev_sample", "sigma", "sigma_next")
-        x, x_next, sigma, sigma_next = (case.tensor(name) for name in names)
-        kernel, v = (
-            Kernel(schedule="linear", noise_level=1.0, sigma_max=params["sigma_max"]),
-            case.tensor("model_output"),
-        )
-        step = kernel.step(x, v.requires_grad_(), sigma, sigma_next)
-        log_prob = step.log_prob(x_next)
-        outputs = {"mean": step.mean, "std": step.std, "log_prob": log_prob}
-        outputs["grad_model_output"] = torch.autograd.grad(log_prob.sum(), v)[0]
-        return outputs | {"coefficient": kernel.step_weight("inverse_gradient", sigma, sigma_next)}
+        sizes = {"noise_level": 1.0, "sigma_max": params["sigma_max"]}
+        levels = case.tensor("sigma"), case.tensor("sigma_next")
+        coefficient = Kernel(schedule="linear", **sizes).step_weight("inverse_gradient", *levels)
+        ours = sde_steps(replace(case, params={"kind": "linear", "dtype": "float64", **sizes}))
+        return {"coefficient": coefficient, **(ours or {})}
     sigmas, index = case.tensor("sigmas"), case.inputs["step_index"]
     levels, second = (sigmas[:-1], sigmas[1:]), float(sigmas[1])
     if kind[0] == "tempflow":
         kernel = Kernel(schedule="flow", noise_level=params["noise_level"], sigma_max=second)
         weight = params["weight_scale"] * kernel.step_weight("std", *levels)[index]
         return {"weights": weight, **_weighted(case, weight, clip)}
-    coefficient = Kernel(schedule="linear", noise_level=params["eta"], sigma_max=second).step_weight(
-        "inverse_gradient", *levels
-    )
-    weight = coefficient / coefficient[params["pool"]].mean()
-    return {"coefficient": coefficient[index], "weights": weight[index]}
+    kernel = Kernel(schedule="linear", noise_level=params["eta"], sigma_max=second)
+    coefficient = kernel.step_weight("inverse_gradient", *levels)
+    return {"coefficient": coefficient[index], "weights": (coefficient / coefficient[params["pool"]].mean())[index]}
 
 
 def _weighted(case: Any, weight: torch.Tensor, clip: dict[str, float]) -> dict[str, Any]:
