@@ -142,7 +142,7 @@ def test_files_that_are_none(tmp_path):
     with pytest.raises(UserError, match=r"plan\.votes is -1\. Input should be greater than or equal to 0"):
         Plan(votes=-1)
     mixed = [Task(prompt="p", images=("/a",)), Task(prompt="p", images=("/a", "/b"))]
-    with pytest.raises(UserError, match="pairs or about single images, not about both"):
+    with pytest.raises(UserError, match="single images, pairs or groups of one size"):
         VoteStore.create(tmp_path / "m.sqlite", mixed, Form(), Plan())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["o.sqlite", "v.sqlite"]
 

@@ -90,7 +90,7 @@ def test_gold_is_asked_for_the_voter_alone(tmp_path):
     found = report(store, select_votes(store), SETTINGS)
     assert found["annotators"][0]["gold"]["estimate"] == 0.0 and found["voted"] == 6
     assert len(export_rows(store, select_votes(store))) == 6
-    assert "No pair has two votes" in " ".join(found["notes"])
+    assert "Nothing has two votes" in " ".join(found["notes"])
     assert "All votes are for the left image of the table" in " ".join(found["notes"])
 
 
@@ -132,7 +132,7 @@ def test_grades_of_single_images_become_a_quality_set(tmp_path):
     records = load_quality(path).records
     assert records[2].mos == pytest.approx(2.0) and records[2].std == pytest.approx(0.5)
     assert "apart" in votes_page(found, with_images(store, found))
-    with pytest.raises(UserError, match="The annotator model is of pairs"):
+    with pytest.raises(UserError, match="--model is of pairs"):
         export_rows(store, select_votes(store), model=True)
     with pytest.raises(UserError, match="A judge votes on pairs"):
         judge_votes(store, Brightness(), "bright")

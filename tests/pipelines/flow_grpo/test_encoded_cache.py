@@ -33,6 +33,9 @@ SMALL = (
 )
 
 
+SFT = ("objective.algorithm=sft", "rollout.group_size=1")
+
+
 def _images(folder: Path) -> Path:
     folder.mkdir()
     for number in range(8):
@@ -57,7 +60,7 @@ def _losses(output: Path) -> list[float]:
     return [row["loss"] for row in read_metrics(output / "metrics.jsonl")]
 
 
-@pytest.mark.parametrize("kind", ["sd3", "pixart"])
+@pytest.mark.parametrize("kind", ["sd3", pytest.param("pixart", marks=pytest.mark.slow)])
 def test_a_run_from_the_cache_equals_one_without(tmp_path, capsys, monkeypatch, kind: str):
     model, images = _model(kind, tmp_path / "model"), _images(tmp_path / "set")
     sizes = "rollout.image_sizes=[32, [48, 32]]"
@@ -123,7 +126,7 @@ def test_an_entry_depends_on_image_size_and_model(tmp_path):
             ("data={cache: c, images: null}", "objective.algorithm=awm"),
             r"data\.cache keeps encoded images.*Leave it out",
         ),
-        (("data={cache: c, images: s}", "model.adapter=a.py:Own"), r"one of your own\. Leave data\.cache out"),
+        (("data={cache: c, images: s}", "model.adapter=a.py:Own", *SFT), r"one of your own\. Leave data\.cache out"),
     ],
 )
 def test_a_cache_that_cannot_be_is_refused(given: Any, message: str):
