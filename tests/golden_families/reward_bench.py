@@ -13,6 +13,7 @@ import torch
 
 from tests.golden_families import Outputs, Row, family
 from visalign.core import best_response_reward
+from visalign.evaluation.rewards.rewardbench import best_of_n_credit, ties_score
 from visalign.evaluation.statistics.agreement import policy_credit
 from visalign.evaluation.statistics.intervals import ratio
 
@@ -44,10 +45,29 @@ def _sections(case: Any) -> Outputs:
     return {"section_scores": {name: np.nan_to_num(share) for name, share in shares.items()}}
 
 
+def _best_of_4(case: Any) -> Outputs:
+    credit = [best_of_n_credit(np.subtract(row[0], row[1:])) for row in case.inputs["scores"]]
+    return {"results": credit, "accuracy": np.mean(credit)}
+
+
+def _ties(case: Any) -> Outputs:
+    tables: dict[str, list[Any]] = {"tied": [], "ref": []}
+    gap, spread = [], []
+    for kind, right, scores in zip(*(case.inputs[k] for k in ("kind", "right_answers", "scores")), strict=True):
+        table = np.subtract.outer(scores[:right], scores[right:])
+        tables[kind].append(table)
+        gap.append(table.min())
+        spread.append(np.ptp(table[:, 0]) if kind == "tied" else np.nan)
+    score = ties_score(tables["tied"], tables["ref"])
+    return {"score": score, "accurate": [int(g > 0) for g in gap], "spread": spread, "gap": gap}
+
+
 RULES: tuple[Row, ...] = (
     (r"spct_worked_\d+", _spct, ("length",), ("scores", "true_rewards")),
     (r"spct_batch", _spct_batch, (), ("scores", "true_rewards")),
     (r"rewardbench_pairs", _pairs, (), ("chosen", "rejected")),
+    (r"rewardbench2_best_of_4", _best_of_4, ("length",), ("scores",)),
+    (r"rewardbench2_ties", _ties, (), ("kind", "question", "right_answers", "scores")),
     (r"rewardbench_sections", _sections, (), ("examples", "accuracy", "sections")),
 )
 FAMILIES = {"N_reward_rules": family(RULES, exact=True)}

@@ -15,7 +15,7 @@ from visalign.errors import UserError, excerpt, suggestion
 from .image_references import TEXT, refer_to_images
 from .records import PreferencePair, QualityRecord
 from .tables import NumberedRows, Row, column_names, listed, nearest_first, plain_name, read_rows
-from .text_rows import refer_to_texts
+from .text_rows import pair_answers, refer_to_texts
 
 SIDES = {"left": 1.0, "right": 0.0, "tie": 0.5}  # Word for a label -> share for the left image
 CODINGS = ("share", "margin")
@@ -142,7 +142,8 @@ def read_table(path: str | Path, names: Mapping[str, str], *, is_judged: bool = 
     """Read the numbered rows of a table with our column names, and with references for images inside it."""
     for number, row in read_rows(path):
         columns = usual_names(row, names, is_judged=is_judged)
-        yield number, refer_to_texts(refer_to_images(path, number, rename_columns(path, row, columns), columns))
+        for pair in pair_answers(rename_columns(path, row, columns)):
+            yield number, refer_to_texts(refer_to_images(path, number, pair, columns))
 
 
 def fill_images(number: int, row: Row) -> Row:

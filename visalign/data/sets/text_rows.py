@@ -39,6 +39,17 @@ def split_pair(row: Row) -> Row:
     return {**row, "prompt": chosen[:size], PAIR[0]: chosen[size:], PAIR[1]: rejected[size:]} if size else row
 
 
+def pair_answers(row: Row) -> list[Row]:
+    """Pair each right with each wrong answer of a row of RewardBench 2 (lists of texts); another row stays one."""
+    right, wrong = (row.get(name) for name in PAIR)
+    if not all(
+        isinstance(texts, list) and texts and all(isinstance(t, str) for t in texts) for texts in (right, wrong)
+    ):
+        return [row]
+    named = {**row, **{ours: row[name] for ours, name in (("prompt_id", "id"), ("category", "subset")) if name in row}}
+    return [{**named, PAIR[0]: first, PAIR[1]: second} for first in right or () for second in wrong or ()]
+
+
 def refer_to_texts(row: Row) -> Row:
     """Name the completions of a row as images are named; a reward next to one is its mos.
 

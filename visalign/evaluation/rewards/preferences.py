@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from .certainty import calibration_numbers, selective_numbers, std_numbers
 from .judged_pairs import IntervalSettings, JudgedPairs, judged_pairs
 from .pair_scores import PairScores, swap_consistency
 from .people import people_numbers
+from .rewardbench import benchmark_scores
 from .slices import slice_masks
 
 Array = NDArray[np.float64]
@@ -31,12 +33,13 @@ def evaluate_preferences(
     """Compute all numbers of one reward on one set; pairs without a score are left out, and counted.
 
     Scores are in the order of the pairs. JSON-able: `judge`, `counts`, `agreement` (policy -> micro, macro),
-    `calibration`, `selective`, `std`, `slices`, `swap`, `people`, `notes`. Undefined numbers are None. A
-    ValueError says why no pair has a score.
+    `calibration`, `selective`, `std`, `slices`, `ties` (of RewardBench 2), `swap`, `people`, `notes`. Undefined
+    numbers are None. A ValueError says why no pair has a score.
     """
     settings = settings or IntervalSettings()
     judged = judged_pairs(pairs, scores)
-    agreement, slices, losses = _accuracies(pairs, judged, settings)
+    credits, ties = benchmark_scores(pairs.pairs, scores.margin)
+    agreement, slices, losses = _accuracies(pairs, judged, settings, credits)
     report = {
         "kind": "preferences",
         "judge": {"name": scores.name, "unit": scores.unit, "gives_std": scores.std is not None},
@@ -54,6 +57,7 @@ def evaluate_preferences(
         "selective": selective_numbers(judged, settings),
         "std": std_numbers(judged, settings),
         "slices": slices,
+        "ties": ties,
         "swap": swap_consistency(scores),
         "people": people_numbers(judged, settings),
         "level": settings.level,
@@ -62,7 +66,7 @@ def evaluate_preferences(
 
 
 def _accuracies(
-    pairs: PreferenceSet, judged: JudgedPairs, settings: IntervalSettings
+    pairs: PreferenceSet, judged: JudgedPairs, settings: IntervalSettings, credits: Mapping[str, tuple[Array, Array]]
 ) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]], dict[str, Any]]:
     """Return agreement by policy, accuracy by slice, and mean NLL and Brier score, from one set of draws."""
     thresholds = _thresholds(judged)
@@ -77,6 +81,8 @@ def _accuracies(
     credit, count = policy_credit(HEADLINE, judged.margin, judged.label)
     for key, mask in masks.items():
         table.add(key, credit * mask[judged.rows], count * mask[judged.rows])
+    for name, (credit, count) in credits.items():
+        table.add(("best_of_n", name), credit[judged.rows], count[judged.rows])
     for name, loss in (("mean_nll", nll), ("mean_brier", brier)):
         values = loss(judged.prob, judged.label)
         table.add(name, values, np.ones_like(values), share=False)
@@ -86,6 +92,9 @@ def _accuracies(
     for (kind, name), mask in masks.items():
         entry = {"name": name, "pairs": int(mask[judged.rows].sum()), "accuracy": numbers[kind, name].to_dict()}
         slices.setdefault(kind, []).append(entry)
+    for name, (_, count) in credits.items():
+        entry = {"name": name, "pairs": int(count.sum()), "accuracy": numbers["best_of_n", name].to_dict()}
+        slices.setdefault("best_of_n", []).append(entry)
     return agreement, slices, {name: numbers[name] for name in ("mean_nll", "mean_brier")}
 
 
@@ -109,6 +118,8 @@ def _thresholds(judged: JudgedPairs) -> dict[str, float]:
 def _notes(report: dict[str, Any]) -> list[str]:
     counts, headline = report["counts"], report["agreement"][HEADLINE]["micro"]
     notes = []
+    if report["ties"] is not None:
+        notes.append("RewardBench 2: {:.3f} on {} questions with several right answers.".format(*report["ties"]))
     if counts["failed"]:
         share = counts["failed"] / counts["pairs"]
         notes.append(f"{counts['failed']} of {counts['pairs']} pairs ({share:.1%}) have no score; they count nowhere.")
