@@ -35,6 +35,7 @@ from visalign.pipelines.shared.run_folder import fingerprint
 from visalign.pipelines.shared.sections import ConvexDAConfig, Dtype, PolicyRunConfig
 from visalign.schema import STRICT
 from visalign.settings import Count, Natural, Positive
+from visalign.text.step_tokens import StepLimits
 from visalign.text.steps import StepReading
 from visalign.training.loop.optimizer import AdamWSettings
 from visalign.training.loop.progress import SUPERVISED_COLUMNS
@@ -75,6 +76,8 @@ class StepDataConfig:
     """Share of the prompts whose records are held out."""
     too_long: Literal["refuse", "drop"] = "refuse"
     """Treatment of records longer than the model's context: refuse, or drop."""
+    cut: StepLimits | None = None
+    """Lengths that records with labels are cut to; null: none is."""
     separator: Annotated[str, Field(min_length=1)] = "\n"
     """Text that ends a step; give process.separator the same."""
     convex_da: ConvexDAConfig | None = None
@@ -125,6 +128,11 @@ class TextProcessConfig:
         if self.learns != "implicit" and self.loss != "cross_entropy":
             raise UserError(
                 f"loss={self.loss} goes with learns=implicit, and learns is {self.learns}. Leave loss out."
+            )
+        if self.learns != "labels" and self.data.cut is not None:
+            raise UserError(
+                f"data.cut keeps the labels of the first steps, and learns={self.learns} learns one outcome of all. "
+                "Leave it out, or use data.too_long=drop."
             )
         if self.learns == "implicit" and (self.model.train == "head" or self.run.sharding):
             key = "model.train=head" if self.model.train == "head" else "run.sharding"
@@ -261,6 +269,7 @@ def _texts(config: TextProcessConfig, model: Any, tokenizer: Any, records: Numbe
             numbers=[number for number, _ in records],
             reading=StepReading(separator=config.data.separator),
             too_long=config.data.too_long,
+            cut=config.data.cut,
         )
 
 

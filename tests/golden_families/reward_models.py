@@ -16,7 +16,7 @@ from visalign.core.advantages.process import prime_advantages
 from visalign.core.preference.bradley_terry import average_pairs, bradley_terry_loss, plackett_luce_loss
 from visalign.core.preference.yes_no import yes_no_answer, yes_no_loss
 from visalign.core.rewards.steps import implicit_prm_loss, implicit_step_rewards
-from visalign.text.step_tokens import StepEncoder
+from visalign.text.step_tokens import StepEncoder, StepLimits
 from visalign.text.steps import StepReading
 from visalign.training.process.trainer import step_label_loss
 
@@ -67,14 +67,13 @@ class _Numbers(SimpleNamespace):
 
 def _steps(case: Any) -> Outputs | None:
     params, given = case.params, case.inputs
-    if any(params[name] is not None for name in ("max_length", "max_prompt_length", "max_completion_length")):
-        return None
+    limits = StepLimits(**{f: params[f] for f in ("max_length", "max_prompt_length", "max_completion_length")})
     written = {"chat_template": None, "bos_token": None, "eos_token": None, "added_tokens_decoder": {}}
     tokenizer = _Numbers(bos_token_id=params["bos"], unk_token_id=None, **written)
     marker = " ".join(map(str, params["separator"]))
-    encoder = StepEncoder(tokenizer, StepReading(separator=marker))
+    encoder = StepEncoder(tokenizer, StepReading(separator=marker), limits)
     tokens = encoder.encode(*(" ".join(map(str, given["prompt"])), [" ".join(map(str, s)) for s in given["steps"]]))
-    label = torch.tensor(given["labels"], dtype=torch.float64)
+    label = torch.tensor(given["labels"], dtype=torch.float64)[: len(tokens.ends)]
     if params["train_on_last_step_only"] and not params["is_eval"]:
         label[:-1] = torch.nan
     logits = case.tensor("logits").requires_grad_()

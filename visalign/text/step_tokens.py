@@ -9,6 +9,7 @@ estimator (SPA-RL, arXiv 2505.20732): its output there is the step's contributio
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from visalign.errors import UserError
 from visalign.interfaces import Prompt
+from visalign.settings import Count, settings
 
 from .chat import PromptEncoder, image_parts
 from .steps import StepReading
@@ -32,13 +34,25 @@ class StepTokens:
     ends: list[int]  # Position in `ids` of the token at which each step is judged
 
 
+@settings("data.cut")
+class StepLimits:
+    """Tokens that records are cut to, as TRL's PRMTrainer cuts them; a step whose end is cut off has no label."""
+
+    max_prompt_length: Count | None = None
+    """Last tokens of the prompt that stay; null: all."""
+    max_completion_length: Count | None = None
+    """First tokens of the steps that stay; null: all."""
+    max_length: Count | None = None
+    """First tokens of both together that stay; null: all."""
+
+
 class StepEncoder:
     """Tokenizer of prompts and steps: a plain text follows the begin token, a conversation its chat template, whose
     assistant's turn the steps are.
     """
 
-    def __init__(self, tokenizer: Any, reading: StepReading) -> None:
-        self.tokenizer, self.reading = tokenizer, reading
+    def __init__(self, tokenizer: Any, reading: StepReading, limits: StepLimits | None = None) -> None:
+        self.tokenizer, self.reading, self.limits = tokenizer, reading, limits or StepLimits()
         self._prompts = PromptEncoder(tokenizer)
         self._marker = self._ids(reading.read_after_step)
         unknown = getattr(tokenizer, "unk_token_id", None)
@@ -50,11 +64,13 @@ class StepEncoder:
 
     def encode(self, prompt: Prompt, steps: Sequence[str]) -> StepTokens:
         """Tokenize a prompt and its steps, at least one, without their separators."""
-        ids, ends = self._prompt_ids(prompt), []
+        limits, ends = self.limits, list[int]()
+        ids = self._prompt_ids(prompt)[-(limits.max_prompt_length or 0) :]  # −0 is all of them
+        length = min(len(ids) + (limits.max_completion_length or sys.maxsize), limits.max_length or sys.maxsize)
         for step in steps:
             ids = [*ids, *self._ids(step), *self._marker]
             ends.append(len(ids) - 1)
-        return StepTokens(ids=ids, ends=ends)
+        return StepTokens(ids=ids[:length], ends=[end for end in ends if end < length])
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

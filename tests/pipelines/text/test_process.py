@@ -320,3 +320,17 @@ def test_other_losses_of_outcomes_learn_too(form: str, inputs: Path, tmp_path: P
     assert summary["after"]["loss"] < summary["before"]["loss"] and summary["after"]["accuracy"] == 1
     with pytest.raises(UserError, match=f"loss={form} goes with learns=implicit, and learns is labels"):
         _config(inputs, "learns=labels", f"loss={form}", f"data.train={inputs}/outcomes.jsonl")
+
+
+def test_long_records_with_labels_are_cut(inputs: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}q" * 30, "steps": ["a", "b"], "labels": [1, 0]} for n in range(4)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    given = (f"data.train={tmp_path}/rows.jsonl", "learns=labels", "run.iterations=1")
+    with pytest.raises(UserError, match=r"64 tokens; the model reads at most 48.*too_long=drop.*cut\.max_length=48"):
+        run(_config(inputs, *given), tmp_path / "refused")
+    cut = ("data.cut={max_prompt_length: 8, max_length: 11}", "data.heldout=0")
+    assert run(_config(inputs, *given, *cut), tmp_path / "cut")["records"] == 4
+    with pytest.raises(UserError, match="none of the 4 records has a step"):
+        run(_config(inputs, *given, "data.cut.max_length=9", "data.heldout=0"), tmp_path / "none")
+    with pytest.raises(UserError, match=r"data\.cut keeps the labels.*learns=outcomes.*too_long=drop"):
+        _config(inputs, *cut)

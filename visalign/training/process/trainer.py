@@ -32,7 +32,7 @@ from torch.nn.utils.rnn import pad_sequence
 from visalign.core.rewards.steps import progress_loss
 from visalign.data.sets.prompt_files import is_prompt
 from visalign.errors import UserError
-from visalign.text.step_tokens import StepEncoder, StepTokens, step_logits
+from visalign.text.step_tokens import StepEncoder, StepLimits, StepTokens, step_logits
 from visalign.text.steps import StepReading
 from visalign.training.loop.trainer import Trainer
 
@@ -74,11 +74,12 @@ class StepTexts:
         reading: StepReading | None = None,
         numbers: Sequence[int] | None = None,
         too_long: str = "refuse",
+        cut: StepLimits | None = None,
     ) -> None:
         self.model, self.dropped = model, 0
         config = getattr(model, "config", None)
         self.learns_outcomes = getattr(config, "num_labels", 2) == 1
-        encoder = StepEncoder(tokenizer, reading or StepReading())
+        encoder = StepEncoder(tokenizer, reading or StepReading(), cut)
         longest = getattr(config, "max_position_embeddings", None) or math.inf
         self.texts: list[tuple[StepTokens, Tensor]] = []
         for number, record in zip(numbers or range(len(records)), records, strict=True):
@@ -90,8 +91,9 @@ class StepTexts:
             if len(tokens.ids) > longest:
                 raise UserError(
                     f"Record {number} has {len(tokens.ids)} tokens; the model reads at most {longest}. Drop "
-                    "it (data.too_long=drop), or cut whole steps off its end."
+                    f"it (data.too_long=drop), or cut records with labels (data.cut.max_length={longest})."
                 )
+            labels = labels if self.learns_outcomes else labels[: len(tokens.ends)]
             self.texts.append((tokens, torch.tensor(labels)))
 
     @property
