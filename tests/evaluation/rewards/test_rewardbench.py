@@ -17,15 +17,15 @@ SCORES = {"a": 3.0, "b": 2.0, "c": 2.0, "d": 0.0, "e": math.nan}
 
 
 def row(name: str, right: str, wrong: str, subset: str = "Math") -> str:
-    counts = {"num_correct": len(right), "num_incorrect": len(wrong)}
+    counts = {"num_correct": len(right), "num_incorrect": len(wrong), "models": []}
     return json.dumps(
         {"id": name, "prompt": f"q {name}", "chosen": [*right], "rejected": [*wrong], "subset": subset, **counts}
     )
 
 
-def report(folder: Path, *rows: str) -> dict:
+def report(folder: Path, *rows: str, limit: int | None = None) -> dict:
     (folder / "set.jsonl").write_text("\n".join(rows))
-    pairs = load_source(str(folder / "set.jsonl"))
+    pairs = load_source(str(folder / "set.jsonl"), limit=limit)
     left, right = ([SCORES[getattr(p, f"image_{side}")[-1]] for p in pairs.pairs] for side in ("left", "right"))
     return evaluate_preferences(pairs, from_scores("judge", "", left, right))
 
@@ -40,6 +40,8 @@ def test_rows_become_questions_of_several_answers(tmp_path):
     gap, spread = 2.0, 1.0  # of both questions; the third has no score
     assert result["ties"] == (pytest.approx(1 + 0.01 * math.tanh(gap / spread - 1)), 1)
     assert "1.008 on 1 questions" in result["notes"][0]
+    cut = report(tmp_path, *ties, row("9", "a", "bc"), limit=6)
+    assert cut["ties"][1] == 1 and cut["slices"]["best_of_n"][0]["pairs"] == 0, "one pair of the last row is missing"
 
 
 def test_other_pairs_have_neither(tmp_path):

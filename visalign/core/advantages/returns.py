@@ -132,34 +132,24 @@ def optimal_token_baseline(
     """
     present, energy = _present("reward", reward, weight), 1 - 2 * log_prob.exp() + sum_p2
     energy = energy if importance_weight is None else energy * importance_weight.square()
-    order, (gains, energy), missing = _to_front(present, reward, energy)
-    usable = present & ~missing[:, None]
-    index, groups = group_index(group, len(reward), reward.device)
-    inside = usable.gather(1, order)
-    if not multi_turn:  # back in their columns
-        gains, energy = (torch.zeros_like(row).scatter(1, order, row) for row in (gains, energy))
-        inside = usable
-    returns = gains.flip(1).cumsum(1).flip(1)
-    total = torch.where(inside, energy.cumsum(1), 0.0)
+    columns = (torch.where(present, row, 0.0) for row in (reward, energy))
+    order, (gains, energy), missing = _to_front(present | (not multi_turn), *columns)
+    inside, (index, groups) = (
+        (present & ~missing[:, None]).gather(1, order),
+        group_index(group, len(reward), reward.device),
+    )
+    returns, total = gains.flip(1).cumsum(1).flip(1), torch.where(inside, energy.cumsum(1), 0.0)
     baseline = (group_sum(total * returns, index, groups) / (group_sum(total, index, groups) + eps))[index]
-    length = usable.sum(1, keepdim=True).double()
-    rows = group_sum(((length > 0) if multi_turn else ~missing[:, None]).double(), index, groups)[index]
-    baseline = torch.where(rows > 1, baseline, 0.0)
+    length = inside.sum(1, keepdim=True)
+    compared = length > 0 if multi_turn else ~missing[:, None]
+    baseline = torch.where(group_sum(compared.double(), index, groups)[index] > 1, baseline, 0.0)
     if zero_tail:
-        second = _second_longest(length, index, groups)
-        behind = torch.arange(reward.shape[1], device=reward.device) >= second
-        baseline = torch.where(behind & (length > second), 0.0, baseline)
-    if not multi_turn:
-        returns, baseline = (row.gather(1, order) for row in (returns, baseline))
+        numbers = torch.arange(max(reward.shape), device=reward.device)
+        key = -(len(reward) * length + numbers[: len(reward), None]).double()  # unique, so that one row is longest
+        others = torch.where(key == group_min(key, index, groups)[index], 0.0, key)
+        second = -group_min(others, index, groups)[index] // len(reward)
+        baseline = torch.where((numbers[: reward.shape[1]] >= second) & (length > second), 0.0, baseline)
     return _back(returns - baseline, order, present, missing, reward.dtype)
-
-
-def _second_longest(length: Tensor, index: Tensor, groups: int) -> Tensor:
-    """Return the second longest length [B, 1] of each row's group: the longest where two rows have it."""
-    longest = -group_min(-length, index, groups)[index]
-    shared = group_sum((length == longest).double(), index, groups)[index] > 1
-    shorter = -group_min(torch.where(length == longest, 0.0, -length), index, groups)[index]
-    return torch.where(shared, longest, shorter)
 
 
 def _to_front(present: Tensor, *rows: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:

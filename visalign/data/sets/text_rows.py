@@ -41,13 +41,13 @@ def split_pair(row: Row) -> Row:
 
 def pair_answers(row: Row) -> list[Row]:
     """Pair each right with each wrong answer of a row of RewardBench 2 (lists of texts); another row stays one."""
-    right, wrong = (row.get(name) for name in PAIR)
-    if not all(
-        isinstance(texts, list) and texts and all(isinstance(t, str) for t in texts) for texts in (right, wrong)
-    ):
+    right, wrong = answers = [texts if isinstance(texts := row.get(name), list) else [] for name in PAIR]
+    if not right or not wrong or not all(isinstance(text, str) for texts in answers for text in texts):
         return [row]
-    named = {**row, **{ours: row[name] for ours, name in (("prompt_id", "id"), ("category", "subset")) if name in row}}
-    return [{**named, PAIR[0]: first, PAIR[1]: second} for first in right or () for second in wrong or ()]
+    names = {"id": "prompt_id", "subset": "category"}
+    named = {**row, **{ours: row[name] for name, ours in names.items() if name in row}}
+    named["distinct_pairs"] = len({*right}) * len({*wrong})
+    return [{**named, PAIR[0]: first, PAIR[1]: second} for first in right for second in wrong]
 
 
 def refer_to_texts(row: Row) -> Row:

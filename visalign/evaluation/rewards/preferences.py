@@ -66,7 +66,7 @@ def evaluate_preferences(
 
 
 def _accuracies(
-    pairs: PreferenceSet, judged: JudgedPairs, settings: IntervalSettings, credits: Mapping[str, tuple[Array, Array]]
+    pairs: PreferenceSet, judged: JudgedPairs, settings: IntervalSettings, credits: Mapping[str, Array]
 ) -> tuple[dict[str, Any], dict[str, list[dict[str, Any]]], dict[str, Any]]:
     """Return agreement by policy, accuracy by slice, and mean NLL and Brier score, from one set of draws."""
     thresholds = _thresholds(judged)

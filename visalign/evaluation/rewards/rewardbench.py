@@ -37,28 +37,28 @@ def ties_score(tied: Sequence[Array], single: Sequence[Array]) -> float:
 
 def benchmark_scores(
     pairs: Sequence[PreferencePair], margin: Array
-) -> tuple[dict[str, tuple[Array, Array]], tuple[float, int] | None]:
-    """Return subset -> credits and counts [N], each question's at its first pair, and the ties' score and number.
+) -> tuple[dict[str, Array], tuple[float, int] | None]:
+    """Return subset -> credits and counts [2, N], each question's at its first pair, and the ties' score and number.
 
     Questions with a missing score count nowhere. Ties are the questions `tied:N` with their `ref:N`.
     """
     questions: dict[str, dict[tuple[str, str], int]] = {}
     for number, pair in enumerate(pairs):
-        if {"num_correct", "num_incorrect"} <= pair.extra.keys() and pair.label in (0, 1):
+        if "distinct_pairs" in pair.extra and pair.label in (0, 1):
             right_first = (pair.image_left, pair.image_right)[:: 1 if pair.label else -1]
             questions.setdefault(pair.group, {})[right_first] = number
     signed, tables, credits = np.where([pair.label == 1 for pair in pairs], margin, -margin), {}, {}
     for question, numbers in questions.items():
         right, wrong = (dict.fromkeys(answers) for answers in zip(*numbers, strict=True))
-        table, first = np.array([[signed[numbers[r, w]] for w in wrong] for r in right]), min(numbers.values())
-        usable = bool(np.isfinite(table).all())
-        if question.startswith(("tied:", "ref:")):
-            tables |= {question: table} if usable else {}
-            continue
-        credit, count = credits.setdefault(pairs[first].category or "all", tuple(np.zeros((2, len(pairs)))))
-        credit[first], count[first] = (best_of_n_credit(table), 1) if usable else (0, 0)
-    names = [
-        name for kind, _, name in (q.partition(":") for q in tables) if kind == "tied" and f"ref:{name}" in tables
-    ]
-    tied, single = ([tables[f"{kind}:{name}"] for name in names] for kind in ("tied", "ref"))
+        first, table = min(numbers.values()), np.array([[np.nan]])  # of a question that a limit cut
+        if len(numbers) == pairs[first].extra["distinct_pairs"]:
+            table = np.array([[signed[numbers[r, w]] for w in wrong] for r in right])
+        is_scored, is_tie = bool(np.isfinite(table).all()), question.startswith(("tied:", "ref:"))
+        if is_scored and is_tie:
+            tables[question] = table
+        elif not is_tie:
+            column = credits.setdefault(pairs[first].category or "all", np.zeros((2, len(pairs))))
+            column[:, first] = (best_of_n_credit(table), 1) if is_scored else 0
+    names = [q[4:] for q in tables if q.startswith("tied") and f"ref{q[4:]}" in tables]
+    tied, single = ([tables[f"{kind}{name}"] for name in names] for kind in ("tied", "ref"))
     return credits, (ties_score(tied, single), len(names)) if names else None

@@ -238,11 +238,10 @@ class FiltrationSettings:
     weight_pow: Positive = 2.0
     """Exponent of pow."""
 
-    def draw(self, reward: Tensor, seed: int) -> Tensor | None:
-        """Draw B of the samples of rewards [B]; None where no reward is known."""
+    def draw(self, reward: Tensor, seed: int) -> Tensor:
+        """Draw B of the samples of rewards [B]."""
         weights = filtration_weights(reward, method=self.reweight_method, power=self.weight_pow)
-        if not bool(weights.sum() > 0):
-            return None
+        weights += torch.finfo(weights.dtype).tiny  # some sample, where no reward is known
         return weights.multinomial(len(weights), True, generator=torch.Generator().manual_seed(seed))
 
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from visalign.core import Objective, Trajectories, filter_overlong
 from visalign.core.advantages.hidden_states import rank_dynamics
@@ -23,6 +24,7 @@ from visalign.core.tokens.selection_rules import discriminator_scores
 from visalign.errors import UserError
 from visalign.seeds import sample_seed
 from visalign.text import Sampling, TextRollout, ToolPolicy
+from visalign.text.rollout import undrawn_rollout
 from visalign.text.steps import StepReading, step_index
 from visalign.training.loop.judging import reward_weights, score_samples
 from visalign.training.policy.settings import needs_reference
@@ -231,19 +233,10 @@ def _ids(parts: TextParts, text: str) -> list[int]:
 
 
 def _with_tokens(rollout: TextRollout, prompts: Sequence[list[int]], completions: Sequence[list[int]]) -> TextRollout:
-    """Replace prompts and completions of a rollout; padded ids are 0."""
-    width, size = max(map(len, prompts)), max(map(len, completions))
-    zeros = torch.zeros(len(prompts), size)
-    return replace(
-        rollout,
-        prompt_ids=torch.tensor([[0] * (width - len(ids)) + ids for ids in prompts]),
-        prompt_mask=torch.tensor([[0.0] * (width - len(ids)) + [1.0] * len(ids) for ids in prompts]),
-        completion_ids=torch.tensor([ids + [0] * (size - len(ids)) for ids in completions]),
-        loss_mask=torch.tensor([[1.0] * len(ids) + [0.0] * (size - len(ids)) for ids in completions]),
-        log_prob=zeros,
-        full_log_prob=zeros,
-        entropy=zeros,
-        sampling=Sampling(),
-        kept=None,
-        routes=None,  # they belong to other tokens
-    )
+    """Put other prompts and completions in the form of the rollout, with its images; padded ids are 0."""
+
+    def pad(rows: Sequence[list[int]], side: str) -> list[Tensor]:
+        values = [torch.tensor(ids, dtype=torch.int64) for ids in rows], [torch.ones(len(ids)) for ids in rows]
+        return [pad_sequence(value, batch_first=True, padding_side=side) for value in values]
+
+    return replace(undrawn_rollout(*pad(prompts, "left"), *pad(completions, "right")), images=rollout.images)
