@@ -38,7 +38,8 @@ def _chat_template(case: Any) -> Outputs | None:
     options = {key: case.params[key] for key in OPTIONS if key in case.params} | {"date_string": "26 Nov 2026"}
     template = None
     if tools := case.inputs.get("tools"):
-        if (template := _published(name)) is None:
+        template = _published(name) if name in FILES else CHAT_FAMILIES[name].template
+        if template is None:
             return None
         options["tools"] = tools
     tokenizer = CHAT_FAMILIES[name].tokenizer()

@@ -47,6 +47,19 @@ def by_instruction(start: str, end: str, gap: str, system: str = "'' if later el
     )  # fmt: skip
 
 
+def with_tools(template: str) -> str:
+    """Template of Mistral with tools: offered before the last message, called, answered."""
+    offer = "{{ '[AVAILABLE_TOOLS]' + tools | tojson + '[/AVAILABLE_TOOLS]' if tools and not after else '' }}"
+    offer = "{% set after = messages[loop.index:] | selectattr('role', 'equalto', 'user') | list %}" + offer
+    call = "(call.function | tojson)[:-1] + ', \"id\": \"' + call.id + '\"}'"
+    calls = f"[TOOL_CALLS][{{% for call in m.tool_calls %}}{{{{ {call} }}}}{{% endfor %}}]{{{{ eos_token }}}}"
+    answer = '[TOOL_RESULTS]{"content": {{ m.content }}, "call_id": "{{ m.tool_call_id }}"}[/TOOL_RESULTS]'
+    first = f"{{% if m.tool_calls %}}{calls}{{% elif m.role == 'tool' %}}{answer}{{% elif m.role == 'user' %}}"
+    return template.replace(
+        "{% if m.role == 'user' %}", offer.join(["{% if m.role == 'user' %}", "{% endif %}"]) + first
+    )
+
+
 LLAMA = ("<|start_header_id|>", "<|end_header_id|>\n\n", "<|eot_id|>")
 DATED = (
     FIRST_SYSTEM
@@ -135,6 +148,6 @@ FAMILIES = {
         by_instruction(" [INST] ", " [/INST]", " ", "system if loop.first else ''"), *MISTRAL
     ),
     "Mistral-7B-Instruct v0.3 (v3)": ChatFamily(by_instruction("[INST] ", "[/INST]", " "), *MISTRAL),
-    "Mistral-Nemo (v3, tekken)": ChatFamily(by_instruction("[INST]", "[/INST]", ""), *MISTRAL),
+    "Mistral-Nemo (v3, tekken)": ChatFamily(with_tools(by_instruction("[INST]", "[/INST]", "")), *MISTRAL),
     "Mistral-Large 2411 (v7)": ChatFamily(by_instruction("[INST] ", "[/INST]", " ", "''", V7_SYSTEM), *MISTRAL),
 }  # fmt: skip

@@ -79,22 +79,20 @@ def _accuracies(
         table.add(("macro", policy), credit, count, macro=True)
         agreement[policy] = {"pairs": int(count.sum()), "threshold": threshold, "meaning": about.meaning}
     credit, count = policy_credit(HEADLINE, judged.margin, judged.label)
-    for key, mask in masks.items():
-        table.add(key, credit * mask[judged.rows], count * mask[judged.rows])
-    for name, (credit, count) in credits.items():
-        table.add(("best_of_n", name), credit[judged.rows], count[judged.rows])
+    rows = judged.rows
+    parts = {key: (credit * mask[rows], count * mask[rows], mask[rows]) for key, mask in masks.items()}
+    parts |= {("best_of_n", name): (*column[:, rows], column[1, rows]) for name, column in credits.items()}
+    for key, (part_credit, part_count, _) in parts.items():
+        table.add(key, part_credit, part_count)
     for name, loss in (("mean_nll", nll), ("mean_brier", brier)):
         values = loss(judged.prob, judged.label)
         table.add(name, values, np.ones_like(values), share=False)
     numbers = table.intervals(**settings.drawing(), level=settings.level)
     for policy, entry in agreement.items():
         entry |= {kind: numbers[kind, policy].to_dict() for kind in ("micro", "macro")}
-    for (kind, name), mask in masks.items():
-        entry = {"name": name, "pairs": int(mask[judged.rows].sum()), "accuracy": numbers[kind, name].to_dict()}
+    for (kind, name), (*_, in_part) in parts.items():
+        entry = {"name": name, "pairs": int(in_part.sum()), "accuracy": numbers[kind, name].to_dict()}
         slices.setdefault(kind, []).append(entry)
-    for name, (_, count) in credits.items():
-        entry = {"name": name, "pairs": int(count.sum()), "accuracy": numbers["best_of_n", name].to_dict()}
-        slices.setdefault("best_of_n", []).append(entry)
     return agreement, slices, {name: numbers[name] for name in ("mean_nll", "mean_brier")}
 
 
