@@ -138,9 +138,6 @@ def checked_source(pipe: Any, family: Family, source: Any, sized: bool) -> Sourc
         raise UserError("An image is to be edited and a batch has one image_size. Set model.image_size.")
     images = list(source) if isinstance(source, list | tuple) else [source]
     if not images or (len(images) > 1 and not family.several):
-        several = ", ".join(kind for other in FAMILIES.values() if other.several for kind in other.pipelines)
-        raise UserError(
-            f"The source of a record has {len(images)} images, and {type(pipe).__name__} edits "
-            f"{'one or several' if family.several else 'one'}. Pipelines that join several: {several}."
-        )
+        edits = f"{type(pipe).__name__} edits {'one or several' if family.several else 'one'}"
+        raise UserError(f"The source of a record has {len(images)} images, and {edits}.")
     return Source(tuple(image_of(other) for other in images))

@@ -121,7 +121,7 @@ class SD3Policy(DiffusersPolicy):
         prompt_cache: PromptCache | None = None,
         **options: Any,
     ) -> SD3Policy:
-        """Load a pipeline from a folder, a file or the hub as a policy; wrong folders are refused before loading.
+        """Load a pipeline from a folder, a file or the hub as a policy; another pipeline's are refused before.
 
         Arguments are `PipelinePolicy.from_pretrained`'s, and `use_t5`: False saves 9 GB of SD3.5's.
         """
@@ -135,14 +135,8 @@ class SD3Policy(DiffusersPolicy):
                 f"{folder_or_id} is a {class_name}; the SD3 adapter loads a {StableDiffusion3Pipeline.__name__}. Name "
                 "another adapter (model.adapter)."
             )
-        listed = {part for part in (*REQUIRED_PARTS, *T5_PARTS) if (index.get(part) or [None])[0] is not None}
-        t5 = T5_PARTS if use_t5 and listed & {*T5_PARTS} else ()
-        if missing := [part for part in (*REQUIRED_PARTS, *t5) if part not in listed]:
-            raise FileNotFoundError(
-                f"{folder_or_id} lacks {', '.join(missing)}. An SD3 pipeline needs {', '.join(REQUIRED_PARTS)}; T5 "
-                f"({', '.join(T5_PARTS)}) may be absent, or left out by model.use_t5=false. Save the pipeline again."
-            )
-        absent = () if t5 else T5_PARTS
+        has_t5 = all((index.get(part) or [None])[0] is not None for part in T5_PARTS)
+        absent = () if use_t5 and has_t5 else T5_PARTS
         parts: dict[str, Any] = {"variant": variant, "absent": absent, "offload": offload, **quantized}
         parts["prompt_cache"] = prompt_cache
         pipe = load_pipeline(source, index, {"default": dtype}, device, **parts)
