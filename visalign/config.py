@@ -149,10 +149,7 @@ def _parse_override(item: str) -> tuple[list[str], Any]:
 
 
 def check_bounds(value: Any, depth: int = 0) -> None:
-    """Refuse values that no setting can hold: deep nesting, numbers of over 30 digits, text that no path may have.
-
-    They would end in a RecursionError, an OverflowError or a ValueError far below the file that holds them.
-    """
+    """Refuse values that no setting can hold and that would fail far below: deep nests, long numbers, odd text."""
     if isinstance(value, Mapping | list):
         if depth > MAX_DEPTH:
             raise OutOfBounds(f"it is nested more than {MAX_DEPTH} deep")

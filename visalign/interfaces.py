@@ -317,9 +317,7 @@ class DiffusionPolicy(Protocol):
         ...
 
     def times(self, sigmas: Tensor) -> Tensor:
-        """The network's time at each noise level of a schedule, float32, in its shape; it is not 1000 σ
-        everywhere, so it is recorded beside sigma and passed back at replay.
-        """
+        """The network's time, float32, at each noise level: not 1000 σ everywhere, so it is stored for the replay."""
         ...
 
     def decode(self, latents: Tensor) -> Tensor:

@@ -21,9 +21,7 @@ def initial_noise(seeds: Sequence[int] | Tensor, shape: Sequence[int]) -> Tensor
 
 
 def step_noise(seeds: Sequence[int] | Tensor, step: int, shape: Sequence[int]) -> Tensor:
-    """Draw standard normal noise ε [B, *shape] of denoising step `step`, independent of `initial_noise` and
-    of other steps: choosing other stochastic steps leaves it as it is.
-    """
+    """Draw standard normal noise ε [B, *shape] of step `step`, independent of `initial_noise` and of other steps."""
     return _normal([sample_seed("step", seed, step) for seed in check_seeds(seeds)], shape)
 
 

@@ -149,9 +149,7 @@ def complete(
     batch_size: int | None = None,
     solver: str = "euler",
 ) -> Tensor:
-    """Denoise latents x [B, ...] before step `step` along the ODE, as `rollout` does its ODE steps, to the
-    end of the schedule, or to the step `until`.
-    """
+    """Denoise x [B, ...] before step `step` along the ODE, as `rollout` does, to the end or to step `until`."""
     sigmas = _check_sigmas(sigmas)
     levels, times, chunks = sigmas.to(x.device), policy.times(sigmas).to(x.device), []
     for rows in torch.arange(len(x)).split(min(batch_size or len(x), len(x))):
@@ -191,9 +189,7 @@ def check_finite(latents: Tensor) -> None:
 
 
 def encoder_inputs(policy: DiffusionPolicy, records: Sequence[Mapping[str, Any]]) -> Sequence[Any]:
-    """Return the inputs of `policy.encode` for records: their prompts, or the records to an editing policy
-    (`takes_source`), with "prompt" and "source".
-    """
+    """Return what `policy.encode` takes: prompts, or of an editing policy (`takes_source`) the records."""
     if getattr(policy, "takes_source", False):
         return records
     return [str(record["prompt"]) for record in records]

@@ -122,10 +122,7 @@ def draw_seeds(seeds: int | Sequence[int], count: int) -> list[int]:
 
 
 def sample_uniforms(seeds: Sequence[int], length: int) -> Tensor:
-    """Draw numbers [B, T] in [0, 1) that decide tokens, row b by seeds[b], float64 on the CPU.
-
-    The first n do not depend on T.
-    """
+    """Draw numbers [B, T] in [0, 1), float64 on the CPU, row b by seeds[b]; the first n do not depend on T."""
     uniform = torch.empty(len(seeds), length, dtype=torch.float64)
     for row, seed in zip(uniform, seeds, strict=True):
         row.uniform_(generator=torch.Generator().manual_seed(seed))

@@ -90,10 +90,7 @@ class TextPolicy(Protocol):
 
 
 def model_log_prob(policy: TextPolicy, rollout: TextRollout, rows: Tensor | slice | None = None) -> Tensor:
-    """Compute log π(y_t | y_<t) [b, T] at temperature 1, full vocabulary, experts of the model's own router.
-
-    Differentiable unless gradients are off; 0 where the loss mask is 0. Rows None is all samples.
-    """
+    """Compute log π(y_t | y_<t) [b, T] at temperature 1, full vocabulary, own routing; 0 where the loss mask is 0."""
     return policy.log_probs(replace(rollout, sampling=Sampling(), kept=None, routes=None), rows).log_prob
 
 

@@ -34,10 +34,7 @@ class ToolTrace:
 
 @dataclass(frozen=True, kw_only=True)
 class TextRollout:
-    """B completions to B prompts (the same prompt G times for a group), on the CPU.
-
-    The masks alone tell padding apart; padded ids may be any token of the vocabulary.
-    """
+    """B completions to B prompts (G to each in a group), on the CPU; the masks alone tell padding apart."""
 
     prompt_ids: Tensor  # [B, L] int64, padded on the left
     prompt_mask: Tensor  # [B, L] float32, 1 for tokens of the prompt and 0 for padding

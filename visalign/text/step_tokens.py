@@ -47,9 +47,7 @@ class StepLimits:
 
 
 class StepEncoder:
-    """Tokenizer of prompts and steps: a plain text follows the begin token, a conversation its chat template, whose
-    assistant's turn the steps are.
-    """
+    """Tokenizer of prompts (a text behind the begin token, a conversation by its template) and steps."""
 
     def __init__(self, tokenizer: Any, reading: StepReading, limits: StepLimits | None = None) -> None:
         self.tokenizer, self.reading, self.limits = tokenizer, reading, limits or StepLimits()

@@ -45,10 +45,7 @@ def pixel_digest(pixels: Tensor) -> str:
 
 
 def tower_features(trunk: Any, images: Sequence[PatchedImage]) -> list[ImageFeatures]:
-    """Pass images through the vision tower of a Qwen-VL model at once; with gradient where the model has it.
-
-    Source of the deeper features: DeepStack, arXiv 2406.04334 (Qwen3-VL).
-    """
+    """Pass images through a Qwen-VL's vision tower at once (DeepStack's deeper features: arXiv 2406.04334)."""
     device = trunk.get_input_embeddings().weight.device
     sizes = "cpu" if device.type == "meta" else device  # its values are read, even for a model without weights
     output = trunk.get_image_features(

@@ -93,9 +93,7 @@ def _spans(index: int, record: Record, field: str) -> Spans:
 
 
 class DemonstrationBatches:
-    """Batches of demonstrations: number n is the same in every run of a seed.
-
-    Each epoch visits every record once, in a new order. `field` names the completion in a record, or several.
+    """Batches of demonstrations, each epoch in a new order, the same in every run of a seed; `field` may be several.
     """
 
     def __init__(

@@ -211,10 +211,7 @@ def enable_recomputation(model: PreTrainedModel) -> None:
 
 @contextmanager
 def recomputed_layers(model: PreTrainedModel, active: bool) -> Iterator[None]:
-    """Gradient checkpointing inside the block: activations of each layer are computed again in the backward.
-
-    Only the layers' own switch is turned: dropout stays off, so the recomputed numbers are the same.
-    """
+    """Gradient checkpointing inside the block by the layers' own switch alone: dropout stays off."""
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)] if active else []
     for layer in layers:
         layer.training = True

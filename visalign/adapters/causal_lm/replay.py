@@ -39,9 +39,7 @@ class Packed:
 
 
 def pack(rollout: TextRollout, rows: Tensor, device: torch.device, encoder: ImagePrompts | None = None) -> Packed:
-    """Lay out samples [b] of a rollout, each with a token of loss mask 1, for one forward pass.
-
-    A completion reaches to its last token of loss mask 1; tokens of loss mask 0 before that are context.
+    """Lay out samples [b], up to their last token of loss mask 1, for one forward pass; mask 0 before it is context.
     """
     mask = rollout.loss_mask[rows]
     length = (torch.arange(1, mask.shape[1] + 1) * (mask != 0)).amax(1)

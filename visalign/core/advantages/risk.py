@@ -71,10 +71,7 @@ def mixed_value_at_risk(
 
 
 def track_quantile(quantile: Tensor | float, score: Tensor, *, level: float, rate: float = 0.1) -> Tensor:
-    """Move a running quantile towards that of the scores: q ← q + η (α − mean 1[S ≤ q]); 0-dim.
-
-    `level` is α in (0, 1); `rate` η is in the unit of the scores. Without a finite score q stays.
-    """
+    """Move a running quantile: q ← q + η (α − mean 1[S ≤ q]), 0-dim; `rate` η is in the unit of the scores."""
     value = float32(score).detach()
     present = torch.isfinite(value)
     below = ((value <= quantile) & present).sum() / present.sum().clamp(min=1).to(value.dtype)

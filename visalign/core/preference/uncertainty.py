@@ -67,10 +67,7 @@ def log_win_probability(mean: Tensor, std: Tensor) -> Tensor:
 
 
 def mean_log_win(mean: Tensor, std: Tensor) -> Tensor:
-    """E[ln σ(z)], z ~ N(μ, s²): the published code's objective, without its sampling noise.
-
-    Never above `log_win_probability`, and falling in s: E ln σ(z) = −E softplus(−z).
-    """
+    """E[ln σ(z)], z ~ N(μ, s²), the published code's objective without its sampling noise; it falls in s."""
     mu, s = _moments(mean, std)
     narrow, wide = _split(s)
     x, log_weight = (part.to(mu) for part in gauss_hermite(NODES))

@@ -41,10 +41,7 @@ def bhattacharyya_overlap(mean: Tensor, std: Tensor) -> Tensor:
 
 
 def penalise(mean: Tensor, uncertainty: Tensor, *, strength: float) -> Tensor:
-    """Subtract uncertainty, μ − λ u: PURM with u of `bhattacharyya_overlap`, a lower bound with u = σ.
-
-    `strength` λ ≥ 0 is in units of the reward per unit of u; how much is data-dependent.
-    """
+    """Subtract uncertainty, μ − λ u, λ ≥ 0: PURM with u of `bhattacharyya_overlap`, a lower bound with u = σ."""
     check_same(mean=mean, uncertainty=uncertainty)
     return mean - strength * uncertainty
 
@@ -91,10 +88,7 @@ def combine_members(
 
 
 def inverse_variance_weights(std: Tensor, *, floor: float = 1e-3) -> Tensor:
-    """Compute weights 1/(σ² + floor²), not normalised.
-
-    The floor > 0, in the unit of σ, keeps one answer that claims certainty from outweighing all others.
-    """
+    """Compute weights 1/(σ² + floor²), not normalised; the floor keeps a claim of certainty from outweighing all."""
     s = float32(std.detach())
     return 1 / (s.square() + floor**2)
 

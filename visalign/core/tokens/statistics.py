@@ -29,10 +29,7 @@ def present_decisions(values: Tensor, weight: Tensor) -> Tensor:
 
 
 def weighted_mean(values: Tensor, weight: Tensor) -> Tensor:
-    """Compute the mean Σ w x / Σ w of float64 values, 0-dim; NaN when all weights are 0.
-
-    The smallest value is subtracted first: equal values give exactly that value, and offsets cost no digits.
-    """
+    """Compute Σ w x / Σ w of float64 values, 0-dim, less the smallest first, so that offsets cost no digits."""
     inside = weight != 0
     present = torch.where(inside, values, float("inf")).flatten()
     lowest = torch.cat([present, present.new_full((1,), float("inf"))]).min()

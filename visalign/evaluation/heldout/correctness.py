@@ -110,9 +110,7 @@ def verdict(name: str, reward: Any, scores: Scores) -> Tensor:
 
 
 def check_judge(name: str, reward: PointwiseReward, record: Mapping[str, Any]) -> None:
-    """Refuse a reward that cannot say correct or wrong, before anything is sampled: by its range, or on one grey
-    image.
-    """
+    """Refuse, before anything is sampled, a reward that cannot say correct or wrong, by its range or a grey image."""
     if tuple(reward.range) == (0.0, 1.0):
         return
     scores = reward.score(torch.full((1, 3, 64, 64), 0.5), [str(record["prompt"])], [record])

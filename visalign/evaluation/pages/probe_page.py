@@ -27,9 +27,7 @@ VERDICTS = {
 def probe_page(
     result: Mapping[str, Any], original: Mapping[str, Any], images: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> str:
-    """Render the result of `probe_reward`: `original` is an example (`embedded`, and its `prompt`), `images` its
-    changes by probe.
-    """
+    """Render the result of `probe_reward`; `original` is an example image, `images` its changes by probe."""
     probes = sorted(result["probes"], key=lambda probe: ORDER.index(probe["verdict"]))
     means = [abs(level["mean"]) for probe in probes for level in probe["levels"] if level["mean"] is not None]
     judge, reference = result["judge"], result["reference"]

@@ -114,10 +114,7 @@ TEXT_PAIR_PROBES = (*_ORDER, *_CHANGES, replace(_CONTRAST, levels=_CONTRAST.leve
 
 
 def contrasts(prompts: Sequence[str], answers: Sequence[str]) -> list[int | None]:
-    """Find for the first row of each prompt that of the prompt of another answer that shares most words with it.
-
-    None for the other rows, and where all answers are equal.
-    """
+    """Find for a prompt's first row that of the prompt of another answer with most words in common, else None."""
     words = {prompt: set(re.findall(r"\w+", prompt.casefold())) for prompt in prompts}
     first = {prompt: row for row, prompt in reversed(list(enumerate(prompts)))}
 

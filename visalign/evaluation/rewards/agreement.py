@@ -114,9 +114,7 @@ def same_order(x: Array, y: Array, groups: NDArray[np.int64]) -> tuple[float | N
 def within_groups(
     x: ArrayLike, y: ArrayLike, groups: NDArray[np.int64], *, generator: torch.Generator, resamples: int = RESAMPLES
 ) -> tuple[float, Array]:
-    """Pearson's r of ranks within groups [N], pooled, and its draws over groups; NaN, and none, without a usable
-    group.
-    """
+    """Pearson's r of ranks within groups [N], pooled, and its draws over groups; NaN, none without a usable one."""
     a, b = (_within_ranks(np.asarray(side, dtype=np.float64), groups) for side in (x, y))
     sums = cluster_sums(np.stack([a * b, a * a, b * b], axis=1), groups, int(groups.max()) + 1)
 

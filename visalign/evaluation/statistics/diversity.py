@@ -40,10 +40,7 @@ class SupportMetrics:
 
 
 def support_metrics(*, preserved: int, expanded: int, shrunk: int) -> SupportMetrics:
-    """Compare the problems solvable before and after (P), only after (E) and only before (S).
-
-    The invisible leash: why RLVR may or may not escape its origin, arXiv 2507.14843.
-    """
+    """Compare problems solvable before and after (P), only after (E) and only before (S); arXiv 2507.14843."""
     retention = _ratio(preserved, preserved + shrunk)
     discovery = _ratio(expanded, preserved + expanded)
     return SupportMetrics(

@@ -161,9 +161,7 @@ def bootstrap(
 
 
 def interval(estimate: float, draws: Array, clusters: int, *, level: float = 0.95) -> Interval:
-    """Percentile interval of one number from draws [R]; NaN ends if fewer than two clusters, or half of the draws,
-    count.
-    """
+    """Percentile interval of draws [R]; NaN ends with fewer than two clusters, or half of the draws undefined."""
     valid = draws[np.isfinite(draws)]
     if clusters < 2 or not math.isfinite(estimate) or 2 * len(valid) < len(draws) or not len(valid):
         return Interval(estimate=estimate, level=level)
