@@ -93,8 +93,7 @@ def _spans(index: int, record: Record, field: str) -> Spans:
 
 
 class DemonstrationBatches:
-    """Batches of demonstrations, each epoch in a new order, the same in every run of a seed; `field` may be several.
-    """
+    """Batches of demonstrations, in a new order each epoch, the same in every run of a seed; `field`: or several."""
 
     def __init__(
         self,

@@ -39,8 +39,7 @@ class Packed:
 
 
 def pack(rollout: TextRollout, rows: Tensor, device: torch.device, encoder: ImagePrompts | None = None) -> Packed:
-    """Lay out samples [b], up to their last token of loss mask 1, for one forward pass; mask 0 before it is context.
-    """
+    """Lay out samples [b], up to their last token of loss mask 1, for one pass; mask 0 before it is context."""
     mask = rollout.loss_mask[rows]
     length = (torch.arange(1, mask.shape[1] + 1) * (mask != 0)).amax(1)
     start = rollout.prompt_mask[rows].sum(1).long()

@@ -92,8 +92,7 @@ def dtype_of(network: Any) -> torch.dtype:
 
 
 def keep_rounded(network: Any) -> None:
-    """Let frozen layers of torchao keep rounded weights for the backward, in place, not copies in the input's dtype.
-    """
+    """Let frozen layers of torchao keep rounded weights for the backward, not copies in the input's dtype."""
     for module in network.modules():
         if isinstance(module, nn.Linear) and is_traceable_wrapper_subclass(module.weight):
             module.__dict__["forward"] = partial(_Frozen.of, module)

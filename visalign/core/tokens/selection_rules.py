@@ -38,8 +38,7 @@ class DiscriminatorScores:
 
 
 def discriminator_scores(logits: Tensor) -> DiscriminatorScores:
-    """Compute S over the vocabulary of logits [..., V] (−inf excludes), three tensors of their size; arXiv 2602.03392.
-    """
+    """Compute S over the vocabulary of logits [..., V] (−inf excludes; three such tensors); arXiv 2602.03392."""
     log_p = logits.detach().double().log_softmax(-1).clamp(min=-1e3)
     p = log_p.exp()
     entropy = -(p * log_p).sum(-1)
