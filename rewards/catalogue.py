@@ -43,7 +43,6 @@ CATALOGUE: dict[str, Entry] = {
     "vqa_score": "visalign.rewards.questions.vqa:VqaScore",
     "q_align": "visalign.rewards.questions.q_align:QAlign",
     "soft_tifa": "visalign.rewards.questions.vqa:SoftTifa",
-    "question_graph": "visalign.rewards.questions.vqa:QuestionGraph",
     "vision_reward": "visalign.rewards.questions.vision_reward:VisionReward",
     "heie": "visalign.rewards.heie.judge:Heie",
     "geneval": "visalign.rewards.verifiers.geneval:GenEval",

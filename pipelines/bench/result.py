@@ -35,7 +35,7 @@ def bench_record(results: Mapping[str, HeldoutResult], sides: Sequence[Side]) ->
 
     `p_holm` corrects the tests of all pairs and measures together.
     """
-    measured = {label: _with_accuracy(result) for label, result in results.items()}
+    measured = _with_accuracy(results)
     some, paths = next(iter(measured.values())), {side.label: [row.image for row in side.rows] for side in sides}
     names = [name for name in some.scores if all(name in result.scores for result in measured.values())]
     pairs, differences = [], []
@@ -58,17 +58,21 @@ def bench_record(results: Mapping[str, HeldoutResult], sides: Sequence[Side]) ->
     }
 
 
-def _with_accuracy(result: HeldoutResult) -> HeldoutResult:
+def _with_accuracy(results: Mapping[str, HeldoutResult]) -> dict[str, HeldoutResult]:
     """Add the verdicts, if there are any, to the scores, in place of a reward that only repeats them."""
-    if not result.judged.any():
-        return result
-    scores = {name: values for name, values in result.scores.items() if not result.is_verdict(name)}
-    return replace(
-        result,
-        scores={ACCURACY: result.outcome(), **scores},
-        units={ACCURACY: "share correct", **result.units},
-        higher_is_better={ACCURACY: True, **result.higher_is_better},
-    )
+    judged = [result for result in results.values() if result.judged.any()]
+    rest = {label: [n for n in r.scores if not all(j.is_verdict(n) for j in judged)] for label, r in results.items()}
+    return {
+        label: replace(
+            result,
+            scores={ACCURACY: result.outcome(), **{name: result.scores[name] for name in rest[label]}},
+            units={ACCURACY: "share correct", **result.units},
+            higher_is_better={ACCURACY: True, **result.higher_is_better},
+        )
+        if judged
+        else result
+        for label, result in results.items()
+    }
 
 
 def _numbers(result: HeldoutResult, names: Sequence[str]) -> dict[str, Any]:

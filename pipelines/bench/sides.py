@@ -14,6 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from visalign.adapters.model_folder import INDEX
+from visalign.adapters.pipeline.lora_files import lora_file, parse_lora
 from visalign.data.sets.image_references import resolve_image
 from visalign.errors import UserError, excerpt
 from visalign.evaluation.heldout.correctness import Tally, record_tags
@@ -68,6 +69,8 @@ def model_side(
     facts = {name: getattr(settings, name) for name in ("model", "lora", "steps", "dtype", "solver", "options")}
     weights = [str(f) for part in (settings.model, *lora) for f in sorted(Path(part).rglob("*.safetensors"))]
     facts["files"] = score_key(weights, "", None)
+    for name in lora:
+        lora_file(parse_lora(name)[0])  # a missing one is refused before others have drawn for hours
 
     def score(parts: Parts) -> Iterator[HeldoutResult]:
         policy = None

@@ -31,6 +31,7 @@ class Suite:
     tag: str = "{tag}"  # Category of a prompt, by the fields of its record
     seeds: Sequence[int] = (0,)  # Seeds; each gives an image of each prompt
     rewards: Sequence[str] = ()  # Rule of the benchmark
+    options: Sequence[str] = ()  # Options of the rewards
     correctness: str | None = None  # Reward that says correct or wrong
     question_model: str | None = None  # Model that the published scores ask; the user has to name one
 
@@ -74,17 +75,19 @@ def load_suite(text: str, limit: int | None = None) -> tuple[Suite, list[dict[st
 
 
 def _graphs(source: str, suite: Suite) -> list[dict[str, Any]]:
-    """Gather the questions of each item, a row each, into `question_graph` of its record."""
-    items: dict[str, dict[str, Any]] = {}
-    for number, columns in read_rows(source):
+    """Gather the questions of each item, a row each, as GenEval 2 has them, with the indices of their parents."""
+    items: dict[str, dict[str, dict[str, str]]] = {}
+    for _, columns in read_rows(source):
         require_columns(source, columns, suite.fields.values(), purpose=suite.title)
         row = {ours: str(columns[theirs]).strip() for ours, theirs in suite.fields.items()}
-        try:
-            parents = [int(part) for part in row["parents"].split(",") if int(part)]
-            question = {"id": int(row["id"]), "question": row["question"], "parents": parents}
-        except ValueError as error:
-            raise UserError(f"Row {number} of '{source}': {error}; ids and parents are whole numbers.") from error
-        items.setdefault(row["item"], {"prompt": row["prompt"], "question_graph": []})["question_graph"].append(
-            question
-        )
-    return [*items.values()]
+        items.setdefault(row["item"], {})[row["id"]] = row
+    records = []
+    for item, rows in items.items():
+        index = {key: number for number, key in enumerate(rows)}
+        parents = [[key.strip() for key in row["parents"].split(",") if key.strip() != "0"] for row in rows.values()]
+        if missing := sorted({key for keys in parents for key in keys} - index.keys()):
+            raise UserError(f"'{source}': item {item} has no question {', '.join(missing)}, on which another depends.")
+        questions = [[row["question"], "Yes"] for row in rows.values()]
+        record = {"prompt": next(iter(rows.values()))["prompt"], "vqa_list": questions}
+        records.append(record | {"vqa_parents": [[index[key] for key in keys] for keys in parents]})
+    return records

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -77,18 +78,27 @@ def bench(
         from visalign.rewards.catalogue import load_reward
 
         check_run_folder(output, resume=resume)
-        for name, value in {"--lora": lora, "--seeds": seeds, "--steps": steps}.items():
-            if images and value is not None:
-                raise UserError(f"{name} belongs to models, and --images draws nothing. Leave one of the two out.")
+        drawing = {"--lora": lora, "--seeds": seeds, "--steps": steps, "--limit": limit}
+        if images and (unused := [name for name, value in drawing.items() if value is not None]):
+            raise UserError(f"{unused[0]} belongs to models, and --images draws nothing. Leave one of the two out.")
         if lora and len(models) > 1:
             raise UserError(f"--lora belongs to one MODEL, and {len(models)} are named. Write MODEL,lora=PATH.")
         rule, records = (None, []) if images and suite is None else load_suite(suite or "world", limit)
         names = list(dict.fromkeys([*(rule.rewards if rule else ()), *(reward or [])]))
-        check_rewards(names, rule, suite, reward_options(options or [], names))
+        if not names:
+            raise UserError("Nothing scores the images: without the rule of a suite name a reward, such as -r hpsv3.")
+        rules = [*(rule.options if rule else ()), *(options or [])]
+        chosen = reward_options(rules, names)
+        for name in rule.rewards if rule and rule.question_model else ():
+            if not chosen[name].get("model"):
+                raise UserError(
+                    f"Suite {suite} asks questions about each image, and no model is named that answers them. Add "
+                    f"--option {name}.model=FOLDER (published: {rule and rule.question_model})."
+                )
         if device is None and (device := default_device()) == "cuda":
             device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"  # torchrun's
         with clean_output():
-            rewards = load_each(names, options or [], load_reward, device)
+            rewards = load_each(names, rules, load_reward, device)
             scoring = {"rewards": rewards, "correctness": rule and rule.correctness}
             if rule is None or images:
                 drawn, sides = [0], folder_sides(models, records if rule else None, scoring)
@@ -98,30 +108,15 @@ def bench(
                 texts = [*models, *(f"{models[0]},lora={path}" for path in lora or [])]
                 sides = [model_side(t, records, drawn, output / IMAGES, scoring, **common) for t in texts]
             bar = progress.add_task("drawing and scoring", total=sum(len(side.rows) for side in sides))
-            size = batch_size * len(drawn)
-            progressing = {"on_part": lambda count: progress.advance(bar, count)}
-            result = run_bench(sides, rule, rewards, output, part_size=size, **progressing)
+            size, advance = batch_size * len(drawn), partial(progress.advance, bar)
+            result = run_bench(sides, rule, rewards, output, part_size=size, on_part=advance)
     if result is None:  # a further process of torchrun
         return
     print_result(result, show_bench, as_json)
     echo(f"Page: {output / PAGE}", err=as_json)
-    if any(numbers["failed"] for model in result["models"] for numbers in model["numbers"].values()):
+    if any(measured["failed"] for model in result["models"] for measured in model["numbers"].values()):
         echo("Reasons of missing scores: visalign score IMAGES -r NAME, with the images of that model.", err=True)
         raise Exit(1)
-
-
-def check_rewards(
-    names: Sequence[str], rule: Any, suite: str | None, options: Mapping[str, Mapping[str, Any]]
-) -> None:
-    """Refuse a bench without rewards, and questions of a suite without a model that answers them."""
-    if not names:
-        raise UserError("Nothing scores the images: without the rule of a suite name a reward, such as -r hpsv3.")
-    for name in rule.rewards if rule and rule.question_model else ():
-        if "model" not in options[name]:
-            raise UserError(
-                f"Suite {suite} asks questions about each image, and no model is named that answers them. Add "
-                f"--option {name}.model=FOLDER (published: {rule.question_model})."
-            )
 
 
 def show_bench(console: Console, result: Mapping[str, Any]) -> None:

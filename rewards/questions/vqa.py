@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""VQAScore's one question about the prompt, and questions about its parts: GenEval 2's (Soft-TIFA), DPG-Bench's graph.
+"""VQAScore's one question about the prompt, and GenEval 2's questions about its parts (Soft-TIFA).
 
 Sources: VQAScore, Lin et al., arXiv 2404.01291: P("Yes" | image, question) over the whole vocabulary. GenEval 2,
 Kamath et al., arXiv 2512.16853: Soft-TIFA, the geometric (the benchmark's) or arithmetic mean over the questions of a
 prompt of the probability of the right answer. github.com/facebookresearch/GenEval2, evaluation.py: its own question
 for VQAScore, and the spellings, of which it adds the first tokens, repeats included: of a tokenizer that splits " 4"
-it counts the space, and of "seventy" the word "other". The graph of questions: Davidsonian Scene Graph, Cho et al.,
-arXiv 2310.18235, as DPG-Bench, Hu et al., arXiv 2403.05135, uses it (github.com/TencentQQGYLab/ELLA,
-dpg_bench/compute_dpg_bench.py, which drops the first row of its table).
+it counts the space, and of "seventy" the word "other". Questions that depend on others: Davidsonian Scene Graph, Cho
+et al., arXiv 2310.18235, by whose rule DPG-Bench, Hu et al., arXiv 2403.05135, scores.
 """
 
 from __future__ import annotations
@@ -26,12 +25,10 @@ from visalign.rewards.vlm.template import Template, question
 
 _NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 
-DENIED = ("No", "no", " no", " No")
 AFFIRMED = ("Yes", "yes", " yes", " Yes")  # Spellings of yes in GenEval 2's code
 SHOWS = question("vqa_score", 'Does this figure show "{prompt}"? Please answer Yes or No.')
 GENEVAL2 = question("vqa_score", 'Does this image show "{prompt}"? Answer the question with Yes or No.')
 ONE_WORD = question("soft_tifa", "{question} Answer in one word.")
-YES_OR_NO = question("question_graph", "{question} Please answer Yes or No.")
 
 
 class _NextWordJudge(EngineJudge):
@@ -108,7 +105,8 @@ class SoftTifa(_NextWordJudge):
     answer is least probable.
 
     Args:
-        mean: "geometric" (Soft-TIFA GM) or "arithmetic" (AM).
+        mean: "geometric" (Soft-TIFA GM), "arithmetic" (AM), or "graph": the share of questions whose right answer has
+            probability ½ or more, as have those of all parents, lists of indices in the record's "vqa_parents".
         spellings: "tokens" (see above), or "published" for those of GenEval 2's code: first tokens with repeats, and
             Yes as the answer of all that does not begin with "How many".
         template: replaces the folder's "soft_tifa", or ours; has {question}.
@@ -120,13 +118,13 @@ class SoftTifa(_NextWordJudge):
         self,
         model: Any,
         *,
-        mean: Literal["geometric", "arithmetic"] = "geometric",
+        mean: Literal["geometric", "arithmetic", "graph"] = "geometric",
         spellings: Literal["tokens", "published"] = "tokens",
         template: Template | None = None,
         device: str | torch.device = "cpu",
         **loading: Any,
     ) -> None:
-        check_choices(self.name, mean=(mean, ("geometric", "arithmetic")))
+        check_choices(self.name, mean=(mean, ("geometric", "arithmetic", "graph")))
         check_choices(self.name, spellings=(spellings, ("tokens", "published")))
         super().__init__(model, ONE_WORD, template, device=device, **loading)
         message = f"the template {self.template.name!r} has no {{question}}; write it into its text"
@@ -141,10 +139,12 @@ class SoftTifa(_NextWordJudge):
         queries: list[Query] = []
         query_rows: list[int] = []
         answer_ids: list[list[int]] = []
+        parents: dict[int, list[list[int]]] = {}
         for row, image in request.images.readable():
             try:
                 questions = _read_questions(request.metadata[row])
                 ids = [self._spellings(wording, answer) for wording, answer in questions]
+                parents[row] = _read_parents(request.metadata[row], len(questions)) if self.mean == "graph" else []
             except ValueError as error:
                 reasons[row] = str(error)
                 continue
@@ -161,6 +161,8 @@ class SoftTifa(_NextWordJudge):
             answers.setdefault(row, []).append((float(prob[index, columns].sum()), queries[index].prompt))
         for row, row_answers in answers.items():
             probs = torch.tensor([prob for prob, _ in row_answers], dtype=torch.float64).clamp(max=1.0)
+            if self.mean == "graph":
+                probs = _after_parents(probs >= 0.5, parents[row]).double()
             # (Π p)^(1/n), or Σ p / n
             value[row] = probs.log().mean().exp() if self.mean == "geometric" else probs.mean()
             text[row] = f"least probable: {min(row_answers)[1]} ({min(row_answers)[0]:.3g})"
@@ -196,63 +198,18 @@ def _read_questions(record: Mapping[str, Any] | None) -> list[tuple[str, str]]:
     return [(wording, answer) for wording, answer in pairs]
 
 
-class QuestionGraph(_NextWordJudge):
-    """Share of a record's questions that are answered yes; one below a question that is answered no counts as no.
-
-    The questions are the record's "question_graph", [{"id", "question", "parents": [ids]}, ...], as `visalign bench`
-    reads them from DPG-Bench's table. A question is answered yes where Yes is likelier than No. `text` names the first
-    that counts as no.
-
-    Args:
-        template: replaces the folder's "question_graph", or ours; has {question}.
-    """
-
-    name = "question_graph"
-
-    def __init__(
-        self, model: Any, *, template: Template | None = None, device: str | torch.device = "cpu", **loading: Any
-    ) -> None:
-        super().__init__(model, YES_OR_NO, template, device=device, **loading)
-        self._yes, self._no = (self.engine.token_ids(words, skip_missing=True) for words in (AFFIRMED, DENIED))
-        self.options = {}
-
-    def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Score B images by their records; the prompt is ignored."""
-        request = read_request(self.name, images, prompts, metadata)
-        reasons, queries = list(request.images.reasons), list[Query]()
-        graphs: dict[int, dict[int, tuple[str, list[int]]]] = {}
-        for row, image in request.images.readable():
-            try:
-                graphs[row] = _read_graph(request.metadata[row])
-            except ValueError as error:
-                reasons[row] = str(error)
-                continue
-            queries += [
-                Query(images=[image], prompt=text, fields={"question": text}) for text, _ in graphs[row].values()
-            ]
-        prob, answer_reasons = self._probabilities(queries, [*self._yes, *self._no])
-        yes, no = (part.sum(1) for part in prob.split((len(self._yes), len(self._no)), 1))
-        answers = zip((yes > no).tolist(), answer_reasons, strict=True)
-        value, texts = torch.full((len(request),), torch.nan), [""] * len(request)
-        for row, graph in graphs.items():
-            is_yes, graph_reasons = zip(*(next(answers) for _ in graph), strict=True)
-            counts = dict(zip(graph, is_yes, strict=True))
-            for _ in graph:  # a no reaches the last of a chain of parents after as many rounds as it is long
-                counts = {key: counts[key] and all(counts[parent] for parent in graph[key][1]) for key in graph}
-            reasons[row] = next(filter(None, graph_reasons), None)
-            value[row] = sum(counts.values()) / len(counts)
-            texts[row] = next((f"no: {graph[key][0]}" for key in graph if not counts[key]), "")
-        return make_scores(value, reasons, self.unit, text=texts)
+def _read_parents(record: Mapping[str, Any] | None, count: int) -> list[list[int]]:
+    """Return the parents of each question of a record; ValueError if they are not lists of indices, one for each."""
+    parents = (record or {}).get("vqa_parents")
+    if not isinstance(parents, list) or len(parents) != count or not all(isinstance(p, list) for p in parents):
+        raise ValueError(f'its record has no "vqa_parents", {count} lists of indices into "vqa_list"')
+    if wrong := [p for indices in parents for p in indices if p not in range(count)]:
+        raise ValueError(f'its "vqa_parents" name question {wrong[0]!r}; there are {count}, from 0')
+    return parents
 
 
-def _read_graph(record: Mapping[str, Any] | None) -> dict[int, tuple[str, list[int]]]:
-    """Return id -> (question, parents) of a record; ValueError with the reason if it has none."""
-    try:
-        graph = {e["id"]: (str(e["question"]), list(e.get("parents") or ())) for e in (record or {})["question_graph"]}
-    except (KeyError, TypeError, AttributeError, ValueError):
-        graph = {}
-    if not graph:
-        raise ValueError('its record has no "question_graph", a list of {"id", "question", "parents"}')
-    if missing := {parent for _, parents in graph.values() for parent in parents} - graph.keys():
-        raise ValueError(f'its "question_graph" lacks the parents {sorted(map(str, missing))}')
-    return graph
+def _after_parents(right: Tensor, parents: Sequence[Sequence[int]]) -> Tensor:
+    """Count an answer [n] as wrong where that of a parent is."""
+    for _ in parents:  # a wrong answer reaches the end of a chain after as many rounds as it is long
+        right = torch.stack([right[[k, *indices]].all() for k, indices in enumerate(parents)])
+    return right

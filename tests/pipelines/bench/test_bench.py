@@ -173,7 +173,7 @@ def test_suites_read_the_published_files(tmp_path: Path, suite: str, name: str, 
     assert expected.items() <= records[0].items()  # type: ignore[attr-defined]
     if suite == "dpg":
         assert len(records) == 2
-        assert records[0]["question_graph"][1] == {"id": 2, "question": "Is it on a mat?", "parents": [1, 1]}
+        assert records[0]["vqa_list"][1] == ["Is it on a mat?", "Yes"] and records[0]["vqa_parents"] == [[], [0, 0]]
 
 
 def test_packaged_suites() -> None:
@@ -204,7 +204,7 @@ def test_refusals(tmp_path: Path, arguments: list[str], message: str) -> None:
 def test_questions_need_a_model_that_answers(tmp_path: Path) -> None:
     (tmp_path / "d.csv").write_text(DPG + "7,a cat,1,0,Is there a cat?\n")
     result = run("shapes-sd3", "--suite", f"dpg:{tmp_path / 'd.csv'}", "-o", tmp_path / "out")
-    assert "Add --option question_graph.model=FOLDER" in " ".join(result.output.split())
+    assert "Add --option soft_tifa.model=FOLDER" in " ".join(result.output.split())
 
 
 def test_a_run_is_the_model_that_it_trained(tmp_path: Path) -> None:
@@ -212,6 +212,9 @@ def test_a_run_is_the_model_that_it_trained(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is a run without a result"):
         sides.model_side(str(tmp_path), [], [0], tmp_path, {})
     (tmp_path / "lora").mkdir()
+    with pytest.raises(FileNotFoundError, match="holds no pytorch_lora_weights"):  # before others have drawn
+        sides.model_side(str(tmp_path), [], [0], tmp_path, {})
+    (tmp_path / "lora" / "pytorch_lora_weights.safetensors").touch()
     side = sides.model_side(f"{tmp_path},steps=4", [{"prompt": "a"}], [0, 1], tmp_path, {}, batch_size=2)
     assert (side.facts["model"], side.facts["lora"], side.facts["steps"]) == ("shapes-sd3", [str(tmp_path)], 4)
     assert [Path(row.image).name for row in side.rows] == ["0000_0.png", "0000_1.png"]

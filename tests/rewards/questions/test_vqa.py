@@ -10,7 +10,7 @@ import torch
 
 from tests.support.judges.vision_language import ONE, ScriptedEngine, images, noise, tiny_judge
 from visalign.rewards import RewardError, check_reward, load_reward
-from visalign.rewards.questions.vqa import GENEVAL2, SHOWS, QuestionGraph, SoftTifa, VqaScore
+from visalign.rewards.questions.vqa import GENEVAL2, SHOWS, SoftTifa, VqaScore
 from visalign.rewards.vlm.engine import Query
 
 
@@ -65,16 +65,14 @@ def test_the_contract():
 
 
 def test_a_graph_of_questions_by_hand():
-    told = {"cat?": {"Yes": 0.6, "yes": 0.1, "No": 0.3}, "mat?": {"Yes": 0.2, "No": 0.8}, "red?": {"Yes": 0.9}}
-    engine = ScriptedEngine(lambda template, ask: told[ask.prompt], words=("Yes", "yes", "No"))
-    graph = [{"id": 3, "question": "red?", "parents": [2]}, {"id": 1, "question": "cat?"}]
-    records = [
-        {"question_graph": [*graph, {"id": 2, "question": "mat?", "parents": [1]}]},
-        {},
-        {"question_graph": graph},
-    ]
-    scores = QuestionGraph(engine).score(images(3), ["a", "b", "c"], records)
-    assert scores.value[0] == pytest.approx(1 / 3)  # the mat is answered no, and with it what is red on it
-    assert scores.text is not None and scores.text[0] == "no: red?"
-    assert scores.valid.tolist() == [True, False, False] and scores.reason is not None
-    assert 'has no "question_graph"' in str(scores.reason[1]) and "2" in str(scores.reason[2])
+    told = {"cat?": {"Yes": 0.6, "no": 0.4}, "mat?": {"Yes": 0.2, "no": 0.8}, "red?": {"Yes": 0.9, "no": 0.1}}
+    engine = ScriptedEngine(lambda template, ask: told[ask.prompt], words=("Yes", "yes", "no"))
+    record = {"vqa_list": [[text, "Yes"] for text in ("red?", "cat?", "mat?")]}
+    graphs = [[[2], [], [1]], [[], [], [1]], [[1], [0], []], [[3], [], []], [[]]]
+    scores = SoftTifa(engine, mean="graph").score(
+        images(5), ["a"] * 5, [record | {"vqa_parents": parents} for parents in graphs]
+    )
+    # the mat is answered no, and with it what is red on it; a circle of right answers stays right
+    assert scores.value[:3].tolist() == pytest.approx([1 / 3, 2 / 3, 2 / 3])
+    assert scores.valid.tolist() == [True] * 3 + [False] * 2 and scores.reason is not None
+    assert "name question 3; there are 3" in str(scores.reason[3]) and "3 lists of indices" in str(scores.reason[4])
