@@ -215,9 +215,7 @@ def test_the_command(tmp_path):
         assert {(p.image_left, p.label) for p in load_preferences(path).pairs} == {
             (str(tmp_path / f"l{n}.png"), 0.5) for n in range(4)
         }
-    found = run.invoke(
-        app, ["collect", file, "--export", str(tmp_path / "e.jsonl"), "--report", str(tmp_path / "r.html")]
-    )
+    found = run.invoke(app, ["collect", file, "--export", f"{tmp_path}/e.jsonl", "--report", f"{tmp_path}/r.html"])
     assert found.exit_code == 0 and "4 records" in found.output and (tmp_path / "r.html").is_file()
     for arguments, why in (
         ([file, str(table)], "exists. To go on with it: visalign collect"),

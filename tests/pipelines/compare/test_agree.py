@@ -61,10 +61,8 @@ def test_agreement_over_all_is_spearman_and_within_can_be_its_opposite() -> None
     assert perfect["within"]["estimate"] == pytest.approx(-1.0) and perfect["within"]["high"] is None
     assert pair["pairs"] == 40 * 10 and pair["images"] == 200
     assert pair["kendall_b"] == pytest.approx(tau)
-    result = {"pairs": [pair], "rewards": []}
-    assert sentences(result) == [
-        "x and y pull in opposite directions within prompts: a mixture pays for their compromise."
-    ]
+    (said,) = sentences({"pairs": [pair], "rewards": []})
+    assert said == "x and y pull in opposite directions within prompts: a mixture pays for their compromise."
 
 
 def test_what_is_not_judged_or_not_defined_is_left_out_and_said() -> None:

@@ -312,10 +312,8 @@ def test_every_two_judges_are_compared_under_holm_and_stand_on_a_leaderboard(tmp
     files = {path.name for path in (tmp_path / "out" / "tables").iterdir()}
     assert {"leaderboard.csv", "comparison.tex", "agreement.csv", "calibration.tex"} <= files
     with (tmp_path / "out" / "tables" / "comparison.csv").open() as file:
-        first = next(csv.DictReader(file))
-    assert float(first["Points of accuracy"]) == pytest.approx(
-        100 * result["comparisons"][0]["difference"]["estimate"]
-    )
+        row = next(csv.DictReader(file))
+    assert float(row["Points of accuracy"]) == pytest.approx(100 * result["comparisons"][0]["difference"]["estimate"])
     board = result["leaderboard"]
     found = [row["estimate"] for row in board["rows"]]
     assert board["on"] == 300 and found == sorted(found, reverse=True)

@@ -143,8 +143,6 @@ def test_edits_are_sampled_and_paired_by_source(folder, tmp_path):
     done = CliRunner().invoke(app, given)
     assert done.exit_code == 0, done.output
     rows = [json.loads(line) for line in (tmp_path / "made" / "images.jsonl").read_text().splitlines()]
-    assert [row["metadata"]["source"] for row in rows] == [
-        f"{folder}/{n}.png" for n in ("dark", "light") for _ in "ab"
-    ]
+    assert [row["metadata"]["source"] for row in rows] == [f"{folder}/{n}.png" for n in ["dark"] * 2 + ["light"] * 2]
     tasks = read_tasks([str(tmp_path / "made")], single=False)
     assert sorted(Path(task.images[0]).name[:4] == Path(task.images[1]).name[:4] for task in tasks) == [True, True]

@@ -55,9 +55,7 @@ def test_what_the_run_refuses_the_plan_refuses(tmp_path: Path, override: str, me
     assert not (tmp_path / "run").exists()
 
 
-def test_one_process_is_refused_before_a_divided_model_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_process_is_refused_before_a_divided_model_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("visalign.pipelines.flow_grpo.job.build_policy", lambda *_: pytest.fail("loaded"))
     with pytest.raises(UserError, match="sharding divides a model among processes, and one was started"):
         run(config("run.sharding=true"), tmp_path / "run")
@@ -95,10 +93,8 @@ def test_rewards_of_sets_want_whole_sets_and_stay_out_of_the_evaluation() -> Non
         given = "rollout={keep_images: true, group_size: 2}", "objective.algorithm=diffusion_dpo", change
         with pytest.raises(UserError, match=r"keep_images keeps samples as they are scored, and .*keep_images=false"):
             config(*given)
-    nearness = "{frechet_gain: {options: {over: image, reference: [a red circle, a blue square]}}}"
-    assert (
-        "frechet_gain" in prepare(config(f"evaluation.rewards={nearness}", "evaluation.correctness=null"), 1).rewards
-    )
+    near = "{frechet_gain: {options: {over: image, reference: [a red circle, a blue square]}}}"
+    assert "frechet_gain" in prepare(config(f"evaluation.rewards={near}", "evaluation.correctness=null"), 1).rewards
     with pytest.raises(UserError, match=r"evaluation\.rewards names vendi_gain, which judges sets"):
         prepare(config("evaluation.rewards={vendi_gain: {}, shapes_verifier: {}}"), 1)
 

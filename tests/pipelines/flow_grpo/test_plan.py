@@ -108,9 +108,7 @@ def test_planned_forward_equivalents_are_counted_ones(folders, tmp_path, changes
     config = configured(folders, "sd3", *changes)
     planned = estimate(config)["forward_equivalents"]
     summary = run(config, tmp_path / "run")
-    assert summary["images"] * summary["forward_equivalents_per_image"] == pytest.approx(
-        planned["of_the_run"], rel=1e-12
-    )
+    assert summary["images"] * summary["forward_equivalents_per_image"] == pytest.approx(planned["of_the_run"], 1e-12)
     for row in read_metrics(tmp_path / "run" / "metrics.jsonl"):
         counted = row["forward_equivalents_per_image"] * 4
         assert counted == pytest.approx(planned["per_iteration"], rel=1e-12)

@@ -128,9 +128,7 @@ def test_two_processes_that_divide_the_model_evaluate_and_save_as_one(finished, 
         for label, score in one.scores.items():
             np.testing.assert_allclose(two.scores[label], score, rtol=1e-4, atol=1e-6)
     assert len(list((tmp_path / "two" / FOLDER).iterdir())) == 3
-    mine, other = (
-        load_file(folder / "lora/pytorch_lora_weights.safetensors") for folder in (finished, tmp_path / "two")
-    )
+    mine, other = (load_file(run / "lora/pytorch_lora_weights.safetensors") for run in (finished, tmp_path / "two"))
     assert mine.keys() == other.keys()
     difference = torch.cat([(mine[name] - other[name]).flatten() for name in mine])
     moved = torch.cat([mine[name].flatten() for name in mine if "lora_B" in name or "lora.up" in name])

@@ -212,9 +212,7 @@ def test_pairs_of_edits_are_learnt_from_with_what_they_edit(tmp_path, monkeypatc
         f"data={{pairs: {path}, heldout: {tmp_path}/prompts.jsonl}}",
     )
     encode = PipelinePolicy.encode
-    monkeypatch.setattr(
-        PipelinePolicy, "encode", lambda self, prompts: [asked.extend(prompts), encode(self, prompts)][1]
-    )
+    monkeypatch.setattr(PipelinePolicy, "encode", lambda it, prompts: asked.extend(prompts) or encode(it, prompts))
     run(_config(*given), tmp_path / "run")
     sources = [record["source"] for record in asked if record["prompt"] == "make it blue"]
     assert {Path(source).name for source in sources} == {"a.png", "c.png"}

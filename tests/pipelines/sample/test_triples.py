@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`visalign sample --refine`: triples for ICT and HP from pairs or from prompts, and what has none."""
 
-import base64
 import json
+from base64 import b64decode
 
 import pytest
 from typer.testing import CliRunner
@@ -20,9 +20,7 @@ def folder(tmp_path_factory):
     return build_tiny_sd3(tmp_path_factory.mktemp("models") / "sd3")
 
 
-PNG = base64.b64decode(
-    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
-)
+PNG = b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg==")
 ANSWERS = {"a cat": '"A fluffy cat,\n at dawn"', "a dog": "a  Dog", "a car": "I'm sorry, I can't help."}
 
 

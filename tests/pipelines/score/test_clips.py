@@ -51,9 +51,7 @@ def scored(*arguments: str) -> tuple[int, list[dict[str, Any]]]:
 
 
 def test_an_animation_and_a_folder_of_frames_are_one_clip_each(clips: Path) -> None:
-    code, rows = scored(
-        "clips", "-p", "x", "-r", "frames", "--option", "reward=light.py:light", "--option", "frames=3"
-    )
+    code, rows = scored("clips", "-p", "x", "-rframes", "--option", "reward=light.py:light", "--option", "frames=3")
     assert code == 0
     found = {Path(row["image"]).name: row["value"] for row in rows}
     middles = (LEVELS[1] + LEVELS[5] + LEVELS[9]) / 3 / 255

@@ -215,9 +215,7 @@ def mine(images, prompts, metadata=None):
 
 
 @pytest.mark.slow
-def test_a_killed_worker_loses_nothing_and_a_stopped_scoring_goes_on(
-    data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_worker_loses_nothing_and_a_stopped_one_goes_on(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray")  # it takes seconds to start and to stop
     Path("mine.py").write_text(MINE)
     names = [f"{n}.parquet" for n in range(3)]

@@ -21,11 +21,9 @@ SHOWN = re.compile(r"\[Response \d\]\n(.*?)\n\[End", re.DOTALL)
 @pytest.fixture
 def answers(tmp_path: Path) -> Path:
     path = tmp_path / "answers.jsonl"
-    tasks = [
-        {"prompt": f"What is {n} + 2?", "task": "add", "problem": [n, 2], "answer": str(n + 2)} for n in range(1, 7)
-    ]
+    sums = [{"prompt": f"{n} + 2?", "task": "add", "problem": [n, 2], "answer": str(n + 2)} for n in range(1, 7)]
     rows = [{**task, "completion": rf"\boxed{{{task['answer'] if right else 9 * 9}}}", "reward": right}
-            for task in tasks for right in (1, 0)]  # fmt: skip
+            for task in sums for right in (1, 0)]  # fmt: skip
     path.write_text("\n".join(map(json.dumps, rows)))
     return path
 

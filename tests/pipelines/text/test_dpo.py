@@ -96,9 +96,7 @@ def test_the_packaged_tasks_have_pairs_and_votes(loss, kind, count):
         ([], ("data.train=tasks:train", "data.size=1"), "all tasks have one answer, so no solution is wrong"),
     ],
 )
-def test_completions_that_cannot_be_used_are_refused_before_anything_is_written(
-    records, overrides, message, inputs, tmp_path
-):
+def test_unusable_completions_are_refused_before_anything_is_written(records, overrides, message, inputs, tmp_path):
     with pytest.raises(UserError, match=message):
         run(_config(inputs, _file(tmp_path, records), *overrides), tmp_path / "out")
     assert not (tmp_path / "out").exists()

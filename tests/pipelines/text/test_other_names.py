@@ -18,9 +18,7 @@ from visalign.pipelines.text.sample import TextSampleConfig
 from visalign.pipelines.text.supervised import TextDPOConfig
 from visalign.schema import allowed_keys
 
-ALL = {
-    key for schema in (TextGRPOConfig, TextDPOConfig, TextSampleConfig, FlowGRPOConfig) for key in allowed_keys(schema)
-}
+ALL = {key for job in (TextGRPOConfig, TextDPOConfig, TextSampleConfig, FlowGRPOConfig) for key in allowed_keys(job)}
 THINKING = "{{ messages[0].content }}{% if enable_thinking is false %}<end>{% endif %}"
 
 

@@ -29,9 +29,7 @@ from visalign.text.policy_protocol import model_log_prob
 from visalign.training.loop.metrics import read_metrics
 
 TEXTS = ["a", "b", "a\nb", "b\na", "a\na", "b\nb", "a\nb\na", "b\nb\na"]
-JUDGED = [
-    {"prompt": f"q{n}", "completion": text, "reward": float(text.count("a"))} for n in range(12) for text in TEXTS
-]
+JUDGED = [{"prompt": f"q{n}", "completion": t, "reward": float(t.count("a"))} for n in range(12) for t in TEXTS]
 NOT_JUDGED = [{"prompt": "q0", "completion": "\n", "reward": 1.0}, {**JUDGED[0], "reward": None}]
 
 
@@ -46,9 +44,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _config(inputs: Path, *more: str) -> TextProcessConfig:
     base = [f"model.path={inputs}/model", f"data.train={inputs}/judged.jsonl", "run.device=cpu", "data.batch=8"]
-    return load_config(
-        TextProcessConfig, None, [*base, "optimizer.lr=5e-3", "run.iterations=10", "evaluation.every=5", *more]
-    )
+    base += ["optimizer.lr=5e-3", "run.iterations=10", "evaluation.every=5"]
+    return load_config(TextProcessConfig, None, [*base, *more])
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +67,7 @@ def test_judged_completions_become_a_progress_estimator(finished: tuple[Path, di
     assert found.tolist() == pytest.approx([1, 0, 1], abs=0.4)
 
 
-def test_a_stopped_run_goes_on_to_the_same_weights(
-    inputs: Path, tmp_path: Path, finished: tuple[Path, dict[str, Any]]
-) -> None:
+def test_a_stopped_run_ends_in_the_same_weights(inputs: Path, tmp_path: Path, finished: tuple[Path, Any]) -> None:
     """Order and dropout are functions of the update."""
     run(_config(inputs, "run.iterations=4"), tmp_path / "run")
     run(_config(inputs), tmp_path / "run", resume=True)
@@ -89,9 +84,8 @@ def test_the_estimator_pays_a_policy_by_the_step_in_place_of_the_outcome(
         given = ["objective.algorithm=reinforce_pp", *keys, f"process.replaces={replaces}"]
         config = load_config(TextGRPOConfig, None, given)
         policy = toy_policy()
-        trainer = toy_text_trainer(
-            tmp_path / replaces, "reinforce_pp", policy=policy, process=build_process(config, policy)
-        )
+        process = build_process(config, policy)
+        trainer = toy_text_trainer(tmp_path / replaces, "reinforce_pp", policy=policy, process=process)
         with torch.random.fork_rng():
             collected = trainer.algorithm.collect(trainer.context)
         found[replaces] = collected.experience.trajectories
@@ -176,9 +170,7 @@ def test_what_it_would_do_and_what_it_refuses(inputs: Path, tmp_path: Path) -> N
 
 def _implicit(inputs: Path, *more: str, rewards: tuple[float | None, ...] = (1.0, 0.0)) -> TextProcessConfig:
     """A run on completions of "a", right, and of "b", wrong."""
-    lines = [
-        {"prompt": f"q{n}", "completion": t, "reward": r} for n in range(6) for t, r in zip("ab", rewards, strict=True)
-    ]
+    lines = [{"prompt": f"q{n}", "completion": "ab"[k], "reward": rewards[k]} for n in range(6) for k in (0, 1)]
     (inputs / "outcomes.jsonl").write_text("\n".join(map(json.dumps, lines)))
     return _config(inputs, "learns=implicit", "beta=0.5", f"data.train={inputs}/outcomes.jsonl", *more)
 
@@ -261,9 +253,7 @@ def test_the_process_reward_learns_from_the_policys_own_outcomes(inputs: Path, t
     reward, t = found.trajectories.process_reward, found.trajectories
     ratio = model_log_prob(learner.model, found.rollout) - model_log_prob(learner.reference, found.rollout)
     torch.testing.assert_close(reward, 0.5 * ratio.detach() * (t.weight != 0), rtol=1e-4, atol=1e-5)
-    assert reward.abs().max() > 0 and any(
-        not torch.equal(a, p) for a, p in zip(start, learner.named.values(), strict=True)
-    )
+    assert reward.any() and any(not torch.equal(a, p) for a, p in zip(start, learner.named.values(), strict=True))
     second = trainer.iterate()
     assert second["process_reward/loss"] != first["process_reward/loss"]
 

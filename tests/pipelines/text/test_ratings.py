@@ -47,9 +47,7 @@ def test_a_run_learns_to_rate_and_its_folder_is_a_judge(tmp_path):
     rows = read_metrics(tmp_path / "whole" / "metrics.jsonl")
     assert 0.5 < rows[0]["reward_mean"] <= 1.1 and rows[0]["reward_part/rating.rating"] > 1
     assert set(summary["after"]["by_category"]) <= {"none", "blur", "jpeg", "noise", "contrast"}
-    judges = [
-        load_reward("visual_quality_r1", model=model) for model in ("shapes-vlm", str(tmp_path / "whole" / "model"))
-    ]
+    judges = [load_reward("visual_quality_r1", model=m) for m in ("shapes-vlm", str(tmp_path / "whole" / "model"))]
     grey = torch.full((3, 64, 64), 0.5)
     before, after = (judge.score([grey], [""]) for judge in judges)
     assert bool(after.valid.all()) and float(after.value) != float(before.value)
@@ -68,9 +66,7 @@ def test_files_of_rated_images_are_asked_about(tmp_path):
 
 
 def test_pairs_are_asked_about_without_ties(tmp_path):
-    inputs = prepare(
-        config("data.train=shapes:pairs", "data.question=Which is {prompt}?", "data.heldout=shapes:pairs")
-    )
+    inputs = prepare(config("data.train=shapes:pairs", "data.question=Which is {prompt}", "data.heldout=shapes:pairs"))
     first = inputs.records[0]
     shown = [part.get("image") for part in first["prompt"][0]["content"]]
     assert [str(image)[-4:] for image in shown[:2]] == ["left", "ight"] and first["label"] != 0.5
@@ -141,9 +137,7 @@ def test_lists_are_asked_about_as_the_judge_itself_asks(tmp_path: Path):
     assert sorted(record["rewards"]) == [1, 5, 9] and record["rewards"][record["best"] - 1] == 9
     shown = sorted(("aaa1", "bbb2", "ccc3"), key=record["prompt"].index)
     (message,) = SCORES.filled({"prompt": "three", **question_fields(shown)})
-    assert (
-        message["content"][0]["text"] == record["prompt"] and r"\boxed{score 1, score 2, score 3}" in record["prompt"]
-    )
+    assert r"\boxed{score 1, score 2, score 3}" in record["prompt"] == message["content"][0]["text"]
 
 
 def test_packaged_tasks_and_what_has_no_best(tmp_path: Path):

@@ -209,10 +209,8 @@ def test_a_dataset_says_what_the_tool_wrote(inputs, tmp_path):
         ((begin, end),) = line["tool_answers"]
         before = line["completion"][:begin]
         assert before.endswith("b") and line["completion"][begin:end] in (before[-2:-1] * 2, before[-2:-1])
-    again = run(
-        _config(inputs, calls, "rollout.max_new_tokens=8", "selection.rule=all"), tmp_path / "run", resume=True
-    )
-    assert _lines(tmp_path / "run") == lines and again["records"] == summary["records"]
+    more = run(_config(inputs, calls, "rollout.max_new_tokens=8", "selection.rule=all"), tmp_path / "run", resume=True)
+    assert _lines(tmp_path / "run") == lines and more["records"] == summary["records"]
 
 
 def test_hinted_completions_stand_in_where_none_was_right(inputs, finished, tmp_path):

@@ -128,9 +128,7 @@ def test_a_run_saves_what_the_judge_reads(model, tmp_path):
     coef = saved["checklist"]["coef"]
     assert coef != CHECKLIST["coef"] and min(coef[0], coef[1], coef[2], -coef[3]) >= 0
     card = (folder / "README.md").read_text()
-    assert (
-        "`visalign.rewards.questions.vision_reward.VisionReward`" in card and f"| is it bad | {coef[3]:.3f} |" in card
-    )
+    assert "`visalign.rewards.questions.vision_reward.VisionReward`" in card and f"bad | {coef[3]:.3f} |" in card
     judge: Any = load_judge("vision_reward", model=str(folder))
     examples = prepare_reward(config).heldout
     assert examples is not None and judge.checklist == Checklist.from_dict(saved["checklist"])

@@ -43,9 +43,7 @@ from visalign.training.reward.tasks import TASKS
 CPU = torch.device("cpu")
 TEXTS = ("a", "ab", "bab", "bb")
 """The more letters "a" the better; lengths say nothing."""
-SCORED = [
-    {"prompt": f"q{n}", "completion": text, "reward": text.count("a") / len(text)} for n in range(12) for text in TEXTS
-]
+SCORED = [{"prompt": f"q{n}", "completion": t, "reward": t.count("a") / len(t)} for n in range(12) for t in TEXTS]
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -102,9 +100,7 @@ def test_rankings_become_a_model_that_transformers_and_the_reward_load(inputs: P
         (["objective={task: bradley_terry, margin: 0.1, centre: 0.01, sign: 0.1, l2: 0.01}"], False),
     ],
 )
-def test_each_kind_trains_and_is_read_as_it_was_measured(
-    inputs: Path, tmp_path: Path, overrides: list[str], std: bool
-) -> None:
+def test_each_kind_is_read_as_it_was_measured(inputs: Path, tmp_path: Path, overrides: list[str], std: bool) -> None:
     built = config(inputs, "data.epochs=3", "evaluation.every=0", *overrides)
     summary = run(built, tmp_path / "run")
     assert math.isfinite(summary["after"]["accuracy"]) and summary["updates"] == 8
@@ -156,9 +152,8 @@ def test_all_pairs_of_a_prompt_weigh_one_and_heads_learn_from_other_weights(inpu
     value = torch.tensor([1.0, -0.5, 0.2, 0.3, 0.4])
     loss, weight = TASKS["bradley_terry"].loss({"value": value}, batch, config(inputs).objective, torch.Generator())
     softplus = [math.log1p(math.exp(-lead)) for lead in (1.5, 0.8, 0.7)]
-    assert loss.item() == pytest.approx(
-        sum(softplus) / 3 + math.log1p(math.exp(0.1))
-    ) and weight.item() == pytest.approx(2)
+    assert loss.item() == pytest.approx(sum(softplus) / 3 + math.log1p(math.exp(0.1)))
+    assert weight.item() == pytest.approx(2)
     several = RewardNetwork(config(inputs, "model.heads=2"), CPU)
     batch = several.encode(texts_of((["a", "b"], [1, 0]), (["b", "a"], [0, 1])))
     assert batch.left is not None and batch.weight is not None
@@ -175,9 +170,7 @@ def test_plackett_luce_and_the_regularisers_by_hand() -> None:
     assert tied.item() == pytest.approx(math.log(sum(e)) - 2), "the cross-entropy of the best of three"
     missing = plackett_luce_loss(score, torch.tensor([[1.0, math.nan, 0.0]]).double())
     assert missing.item() == pytest.approx(math.log1p(math.exp(-1.5)))
-    assert torch.autograd.gradcheck(
-        lambda s: plackett_luce_loss(s, torch.tensor([[1.0, 1.0, 0.0]]).double()), (score,)
-    )
+    assert torch.autograd.gradcheck(lambda s: plackett_luce_loss(s, torch.tensor([[1.0, 1, 0]]).double()), (score,))
     left, right = torch.tensor([-0.5, 0.5]), torch.tensor([0.25, -1.0])
     plain = bradley_terry_loss(left, right)
     assert (bradley_terry_loss(left, right, sign=2.0) - plain).tolist() == pytest.approx([1.5, 0.0])
@@ -205,9 +198,7 @@ CHAT = [{"role": "user", "content": "hi"}]
         ({"prompt": "q", "completion": "a", "label": True}, "q", ["a"], [1]),
     ],
 )  # fmt: skip
-def test_layouts(
-    tmp_path: Path, row: dict[str, Any], prompt: Any, completions: list[str], scores: list[float]
-) -> None:
+def test_layouts(tmp_path: Path, row: dict[str, Any], prompt: Any, completions: list[str], scores: list[Any]) -> None:
     (record,) = load_rankings(write(tmp_path / "rows.jsonl", [row])).records
     assert (record["prompt"], record["completions"], record["scores"]) == (prompt, completions, scores)
 

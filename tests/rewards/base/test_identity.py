@@ -19,9 +19,7 @@ def test_equal_records_have_equal_digests():
 
 
 def test_the_line_names_the_weights_with_their_adapters():
-    lines = [
-        replace(ONE, judge="a", weights=weights).line for weights in ("ab" * 16, "ab" * 16 + "+cd", "ab" * 16 + " ef")
-    ]
+    lines = [replace(ONE, judge="a", weights="ab" * 16 + more).line for more in ("", "+cd", " ef")]
     shown = {line.split(", ")[1] for line in lines}
     assert len(shown) == 3 and lines[0].split(", ")[1] == "weights " + "ab" * 6
     assert "weights" not in replace(ONE, weights="+").line

@@ -290,9 +290,7 @@ def test_a_row_that_cannot_be_read_is_computed_again(tmp_path: Path, entry: str)
 
 
 @pytest.mark.parametrize("harm", ["damaged", "removed", "locked"])
-def test_a_file_that_fails_in_use_costs_no_score_and_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str
-):
+def test_a_file_that_fails_costs_no_score_and_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str):
     reward = Mean()
     cached = CachedReward(reward, ScoreCache(tmp_path))
     expected = cached.score(PIXELS, PROMPTS)

@@ -31,16 +31,12 @@ OPENINGS: list[Callable[[Path], Any]] = [
 
 
 @pytest.mark.parametrize("load", OPENINGS)
-def test_no_code_of_a_model_folder_runs(
-    load: Callable[[Path], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_code_of_a_folder_runs(load: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = {"model_type": "own", "auto_map": {kind: "own_code.Own" for kind in KINDS}}
     for name in ("config.json", "processor_config.json", "tokenizer_config.json"):
         (tmp_path / name).write_text(json.dumps(own))
     (tmp_path / "own_code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: pass\n")
     monkeypatch.setattr(builtins, "input", lambda *_: "y")
-    with pytest.raises(
-        (RewardError, UserError, OSError), match=r"cannot be loaded|cannot load|no processor|own code is"
-    ):
+    with pytest.raises((RewardError, UserError, OSError), match=r"cannot be loaded|cannot load|no processor|own code"):
         load(tmp_path)
     assert not (tmp_path / "ran").exists()

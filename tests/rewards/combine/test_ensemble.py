@@ -205,9 +205,7 @@ def test_uncertainty_keeps_the_contract_and_needs_a_std() -> None:
     for how in ("lower_bound", "weight", "bhattacharyya"):
         assert check_reward(UncertaintyUsed(Brightness(std=0.2), how=how))
     members = {"a": Fixed(1), "b": Fixed(2)}
-    assert float(UncertaintyUsed(Ensemble(members)).score(grey([0.5]), ["p"]).value) == pytest.approx(
-        0.75 - 0.5 / 2**0.5
-    )
+    assert float(UncertaintyUsed(Ensemble(members)).score(grey([0.5]), ["p"]).value) == pytest.approx(0.75 - 0.5**1.5)
     with pytest.raises(RewardError, match="'brightness' gives no standard deviation"):
         UncertaintyUsed(Brightness()).score(grey([0.5]), ["p"])
     compares: Any = Fixed(1, std=0.1)

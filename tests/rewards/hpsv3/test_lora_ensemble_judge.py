@@ -146,13 +146,11 @@ def test_levels_and_scales_of_the_members_are_aligned(place: Path) -> None:
     after = judge.score(IMAGES, PROMPTS)
     said = torch.stack([after.parts[f"member_{m}"] for m in range(MEMBERS)])
     old = torch.stack([before.parts[f"member_{m}"] for m in range(MEMBERS)])
-    widest = old.std(1).max()
-    torch.testing.assert_close(said.std(1), widest.expand(MEMBERS), rtol=1e-4, atol=1e-6)
+    wide = old.std(1).max()
+    torch.testing.assert_close(said.std(1), wide.expand(MEMBERS), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(said.mean(1), said.mean().expand(MEMBERS), rtol=1e-4, atol=1e-5)
     for mine, theirs in zip(said, old, strict=True):
-        torch.testing.assert_close(
-            (mine - mine[0]) / widest, (theirs - theirs[0]) / theirs.std(), rtol=1e-3, atol=1e-4
-        )
+        torch.testing.assert_close((mine - mine[0]) / wide, (theirs - theirs[0]) / theirs.std(), rtol=1e-3, atol=1e-4)
     assert bool((judge.model.stretch >= 1).all()) and float(judge.model.stretch.min()) == 1
     assert judge.identity.weights != weights
     judge.align(IMAGES, PROMPTS)

@@ -129,9 +129,7 @@ def test_refused(folder: Path, reference: Path, tmp_path: Path) -> None:
         load_reward("vendi_gain", model=folder).score(make_images(2), ["a", "a"])
     with pytest.raises(ValueError, match=r"over is 'image'; allowed are group, batch, sets"):
         load_reward("vendi_gain", over="image")
-    with pytest.raises(
-        RewardError, match=r"reference='.*' holds 0 exemplars; give at least two: a folder of images, a \.txt"
-    ):
+    with pytest.raises(RewardError, match=r"reference='.*' holds 0 exemplars; give at least two: a folder"):
         load_reward("frechet_gain", reference=tmp_path)
     with pytest.raises(RewardError, match=r"the exemplar ' ' cannot be read: the prompt is empty"):
         load_reward("frechet_gain", reference=["a", " "], model=folder, over="image").score(make_images(1), ["a"])
@@ -150,9 +148,7 @@ def test_refused(folder: Path, reference: Path, tmp_path: Path) -> None:
         ("", None, "does not"),
     ],
 )
-def test_exemplars_that_cannot_be_read_are_refused(
-    tmp_path: Path, name: str, content: bytes | None, message: str
-) -> None:
+def test_unreadable_exemplars_are_refused(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(RewardError, match=message):

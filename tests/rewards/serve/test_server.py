@@ -60,9 +60,8 @@ def headers(prompts: list[str]) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def habits() -> Any:
     judge = Habits()
-    with serving(
-        app_of(judge, limits=RequestLimits(max_bytes=4000, max_rows=4, max_pixels=500, max_prompt=50))
-    ) as url:
+    limits = RequestLimits(max_bytes=4000, max_rows=4, max_pixels=500, max_prompt=50)
+    with serving(app_of(judge, limits=limits)) as url:
         yield url, judge
 
 

@@ -37,9 +37,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def post(url: str, asked: JudgeRequest) -> Any:
-    return httpx.post(
-        f"{url}/v1/score", content=pack_request(asked), headers={"Content-Type": MEDIA_TYPE}, timeout=120
-    )
+    return httpx.post(f"{url}/v1/score", content=pack_request(asked), headers={"Content-Type": MEDIA_TYPE}, timeout=99)
 
 
 def assert_soon(done: Callable[[], bool], seconds: float = 20.0) -> None:

@@ -93,7 +93,7 @@ def test_a_comparison_that_never_ends_is_ended(installed: None, monkeypatch: pyt
         "score",
     ],
 )  # fmt: skip
-def test_what_sympy_reads_for_seconds_does_not_reach_it(
+def test_what_sympy_reads_slowly_is_kept_from_it(
     answer: str, installed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(symbolic, "_worker", None)

@@ -50,9 +50,7 @@ def check_clause(kind: str, count: Any) -> str:
 
 def hostile(size: int) -> list[str]:
     texts = [piece * (size // len(piece)) for piece in PIECES] + [run + sign * size for run in RUNS for sign in " *"]
-    return [
-        form.format(text) for text in (*texts, *SPECIAL) for form in ("{}", "<answer>{}</answer>", "\\boxed{{{}}}")
-    ]
+    return [form.format(t) for t in (*texts, *SPECIAL) for form in ("{}", "<answer>{}</answer>", "\\boxed{{{}}}")]
 
 
 @pytest.mark.parametrize("name", INPUTS)

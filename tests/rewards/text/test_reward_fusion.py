@@ -51,9 +51,7 @@ def test_the_worked_case() -> None:
     assert scores.value.item() == pytest.approx(0.491228, abs=1e-6)
     assert scores.parts["own"].item() == pytest.approx(0.2) and scores.parts["neighbours"].item() == 2
     assert table.asked == [[("x", "own", None)], [("x", "near", {"answer": 3}), ("x", "next", {})]]
-    assert fused(["near", "next"], top=1).score(["x"], ["own"]).value.item() == pytest.approx(
-        (0.2 + 0.95 * 0.6) / 1.95
-    )
+    assert fused(["near", "next"], top=1).score(["x"], ["own"]).value.item() == pytest.approx((0.2 + 0.57) / 1.95)
     assert (reward.unit, reward.range, reward.higher_is_better) == ("points", (0.0, 9.0), False)
     assert reward.name == "table_fused" and scores.text == ["own"]
 
