@@ -104,14 +104,10 @@ def test_the_monitor_is_in_log_report_and_summary(finished):
 
 def test_the_next_command_samples_as_the_run_evaluates(tmp_path):
     config = _config(tmp_path, "model.path=my/sd3", "model.guidance=null")
-    lora, images = (
-        f"--lora {tmp_path}/lora --steps 3 --dtype float32 --option guidance=null",
-        f"--output {tmp_path}/images",
-    )
-    assert (
-        shlex.join(sample_command(config, tmp_path))
-        == f"visalign sample 'a red circle' --model my/sd3 {lora} {images}"
-    )
+    images = f"--output {tmp_path}/images"
+    lora = f"--lora {tmp_path}/lora --steps 3 --dtype float32 --option guidance=null"
+    command = shlex.join(sample_command(config, tmp_path))
+    assert command == f"visalign sample 'a red circle' --model my/sd3 {lora} {images}"
     options = "{path: m, image_size: [16, 8], options: {call: {a: false}, lora_path: x}, lora: null}"
     whole = _config(tmp_path, f"model={options}", "data.heldout=my prompts.jsonl")
     as_trained = (

@@ -192,10 +192,8 @@ def test_the_others_of_ones_own_images(tmp_path: Path) -> None:
         Image.new("RGB", (8, 8), (10 * number, 0, 0)).save(tmp_path / f"{number}.png")
         rows.append(ImageRow(image=str(tmp_path / f"{number}.png"), prompt=prompt))
     found = read_reference("here", rows)
-    shown = [
-        [(round(float(other.image[0, 0, 0]) * 25.5), other.prompt) for other in found.rivals(row)]
-        for row in range(len(rows))
-    ]
+    rivals = [found.rivals(row) for row in range(len(rows))]
+    shown = [[(round(float(other.image[0, 0, 0]) * 25.5), other.prompt) for other in row] for row in rivals]
     threes = [[(a, "three"), (b, "three")] for a, b in ((2, 4), (4, 0), (0, 2))]
     assert shown == [threes[0], [(5, "two")], threes[1], [(4, "one"), (5, "one")], threes[2], []]
     assert found.strangers == 1

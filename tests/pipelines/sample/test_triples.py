@@ -72,10 +72,8 @@ def test_of_prompts_the_reward_chooses_the_worse_and_the_better_image(run, tmp_p
     scores = [json.loads(line) for line in (tmp_path / "out" / "easy" / "images.jsonl").read_text().splitlines()]
     for triple in triples(tmp_path):
         ranked = sorted((row["sharpness"], row["image"]) for row in scores if row["prompt"] == triple["prompt"])
-        assert [triple[side].rpartition("/")[2] for side in ("image_right", "image_left")] == [
-            ranked[0][1],
-            ranked[-1][1],
-        ]
+        ends = [triple[side].rpartition("/")[2] for side in ("image_right", "image_left")]
+        assert ends == [ranked[0][1], ranked[-1][1]]
     assert {t["prompt_refined"] for t in triples(tmp_path)} == {"A fluffy cat, at dawn", "a sun in detail"}
 
 

@@ -193,10 +193,8 @@ def test_the_command_line_names_the_extra_and_keeps_engines_apart(data: Path, mo
 
     for more in (["--workers", "2"], ["--address", "head:6379"]):
         assert f"{more[0]} needs --engine ray" in said(*more).output
-    assert (
-        "--format, --cache needs --engine local"
-        in said("--engine", "ray", "-f", "csv", "--cache", "c", "-o", "out").output
-    )
+    output = said("--engine", "ray", "-f", "csv", "--cache", "c", "-o", "out").output
+    assert "--format, --cache needs --engine local" in output
     monkeypatch.setitem(sys.modules, "ray", None)
     error = said("--engine", "ray", "-o", "out").exception
     assert isinstance(error, ModuleNotFoundError) and "'visalign[ray]'" in str(missing_extra(error))
@@ -230,10 +228,8 @@ def test_a_killed_worker_loses_nothing_and_a_stopped_one_goes_on(data: Path, mon
     assert Path("killed").exists()
     reward = {"mine.py:mine": load_reward("mine.py:mine")}
     for name in names:
-        found = [
-            (row["image"], row.get("value"), row["prompt"])
-            for row in pyarrow.parquet.read_table(f"out/{name}").to_pylist()
-        ]
+        table = pyarrow.parquet.read_table(f"out/{name}").to_pylist()
+        found = [(row["image"], row.get("value"), row["prompt"]) for row in table]
         local = score_rows(image_rows([data / name]), reward, batch_size=3)
         assert found == [(row.image, row.value, row.prompt) for row in local]
     before = {name: Path("out", name).stat().st_mtime_ns for name in names}

@@ -205,10 +205,8 @@ def test_an_adapter_is_an_implicit_reward_and_another_vocabulary_none(inputs: Pa
     rollout = policy.generate(["q"], seeds=0, stopping=StoppingCriteria(max_new_tokens=4))
     assert process.score_rollout(rollout).tokens("last").abs().max() == 0, "new adapters change nothing"
     with pytest.raises(UserError, match=r"process\.reference: tasks-qwen3 has another vocabulary than model.path"):
-        build_process(
-            load_config(TextGRPOConfig, None, [f"process.model={inputs}/model", "process.reference=tasks-qwen3"]),
-            policy,
-        )
+        given = [f"process.model={inputs}/model", "process.reference=tasks-qwen3"]
+        build_process(load_config(TextGRPOConfig, None, given), policy)
 
 
 def test_what_the_implicit_kind_refuses(inputs: Path, tmp_path: Path) -> None:

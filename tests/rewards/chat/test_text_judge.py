@@ -70,10 +70,7 @@ def test_a_judge_of_positions_gives_one_half_in_both_orders():
     for form in ("pair", "list"):
         with judging(first, form=form) as (judge, _):
             preferences = judge.compare(["a", "b"], ["b", "c"], ["p", "p"])
-            assert preferences.prob.tolist() == [0.5, 0.5] and preferences.parts["position_bias"].tolist() == [
-                0.5,
-                0.5,
-            ]
+            assert preferences.prob.tolist() == preferences.parts["position_bias"].tolist() == [0.5, 0.5]
     with judging(first, form="list") as (judge, _):
         scores = judge.score(["a", "b"], ["p", "p"])
     assert scores.value.tolist() == [5, 5] and scores.std is not None and scores.std.tolist() == [4, 4]

@@ -38,11 +38,8 @@ def numbers(said: Scores | Preferences) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def judges() -> dict[str, Any]:
-    options = dict.fromkeys(("pick_score", "hps_v2"), "shapes-clip")
-    return {
-        name: load_judge(name, model=options[name]) if name in options else load_judge(name)
-        for name in (*READ, *BLIND)
-    }
+    models = dict.fromkeys(("pick_score", "hps_v2"), {"model": "shapes-clip"})
+    return {name: load_judge(name, **models.get(name, {})) for name in (*READ, *BLIND)}
 
 
 def images(count: int) -> list[torch.Tensor]:

@@ -140,12 +140,7 @@ def test_aspects():
     assert all_aspects(text) == {"alignment": 4, "coherence": 3.5, "style": 2}
     assert aspect_mean(all_aspects(text)) == pytest.approx((9.5 / 3, (9.5 / 3 - 1) / 4))
     assert all_aspects("style score: 2\nAlignment score: 4\n**Coherence Score** (1-5): 3")["coherence"] == 3
-    assert (
-        aspect_scores("scores 4, 3, 2")
-        == aspect_scores("Style Score: 3,5")
-        == aspect_scores("Style Score: 3.5.1")
-        == {}
-    )
+    assert not any(map(aspect_scores, ("scores 4, 3, 2", "Style Score: 3,5", "Style Score: 3.5.1")))
     assert rational_scores("1. Text Faithfulness\nScore: 3,5\nScore: 4")["text_faithfulness"] == 4
     assert aspect_scores("scores 4, 3, 2", lenient=True) == {"alignment": 4, "coherence": 3, "style": 2}
     assert aspect_scores("Style Score: 2", published_form=True) == {}

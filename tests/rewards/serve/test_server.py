@@ -97,11 +97,8 @@ def test_the_wire_is_plain_safetensors():
 @pytest.mark.parametrize("judge", [Habits(), Pairs()])
 def test_an_answer_survives_the_wire(judge: Any):
     prompts = ["1", "refuse"]
-    given = (
-        judge.score(LEVELS[:2], prompts)
-        if isinstance(judge, Habits)
-        else judge.compare(LEVELS[:2], LEVELS[2:4], prompts)
-    )
+    scores = isinstance(judge, Habits)
+    given = judge.score(LEVELS[:2], prompts) if scores else judge.compare(LEVELS[:2], LEVELS[2:4], prompts)
     back = unpack_answer(pack_answer(given), 2)
     assert type(back) is type(given) and torch.equal(back.valid, given.valid) and back.reason == given.reason
     main, other = (x.value if isinstance(x, Scores) else x.prob for x in (back, given))
@@ -156,10 +153,7 @@ def test_pairs_travel_too():
     with serving(app_of(judge, max_batch=2)) as url:
         remote = RemoteReward(url)
         prompts = ["a", "refuse", "b"]
-        here, there = (
-            judge.compare(LEVELS[:3], LEVELS[3:6], prompts),
-            remote.compare(LEVELS[:3], LEVELS[3:6], prompts),
-        )
+        here, there = (each.compare(LEVELS[:3], LEVELS[3:6], prompts) for each in (judge, remote))
         torch.testing.assert_close(there.prob, here.prob, rtol=0, atol=0, equal_nan=True)
         assert there.log_odds is not None and there.reason == here.reason
         assert not remote.compare(["none.png"], [LEVELS[0]], ["a"]).valid.any()

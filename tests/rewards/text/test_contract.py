@@ -98,10 +98,8 @@ def test_conversations_are_prompts_and_an_empty_batch_is_allowed():
 
 
 def trl_style(prompts, completions, answer, **columns):
-    return [
-        None if right is None else float(right in completion)
-        for completion, right in zip(completions, answer, strict=True)
-    ]
+    both = zip(completions, answer, strict=True)
+    return [None if right is None else float(right in completion) for completion, right in both]
 
 
 def test_the_form_of_trl():

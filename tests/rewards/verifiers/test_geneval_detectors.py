@@ -112,10 +112,8 @@ def save_owlv2(folder: Path) -> Path:
 
 
 CAT = {"class": "cat", "count": 1}
-IMAGES = [
-    torch.rand(3, *size, generator=torch.Generator().manual_seed(k))
-    for k, size in enumerate([(40, 48)] * 2 + [(56, 40)])
-]
+SIZES = [(40, 48), (40, 48), (56, 40)]
+IMAGES = [torch.rand(3, *size, generator=torch.Generator().manual_seed(k)) for k, size in enumerate(SIZES)]
 IMAGES = [image.mul(255).round() / 255 for image in IMAGES]
 
 
