@@ -38,7 +38,7 @@ def numbers(said: Scores | Preferences) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def judges() -> dict[str, Any]:
-    models = dict.fromkeys(("pick_score", "hps_v2"), {"model": "shapes-clip"})
+    models = {key: {"model": "shapes-clip"} for key in ("pick_score", "hps_v2")}
     return {name: load_judge(name, **models.get(name, {})) for name in (*READ, *BLIND)}
 
 
