@@ -152,16 +152,8 @@ def test_ensembles_keep_the_contract() -> None:
             "min_members is 1; allowed are 2 to 2, the members, as one alone has no spread",
         ),
         ({"a": Fixed(1), "b": Fixed(2)}, {"calibration": {"a": (0, 1)}}, "calibration has no .* for b"),
-        (
-            {"a": Fixed(1), "b": Fixed(2)},
-            {"calibration": {key: (0, 1) for key in "abc"}},
-            "calibration names c; the members are a, b",
-        ),
-        (
-            {"a": Fixed(1), "b": Fixed(2)},
-            {"calibration": {"a": (0, 1), "b": (0, 0)}},
-            r"calibration\['b'\] is \(0, 0\)",
-        ),
+        ({"a": Fixed(1), "b": Fixed(2)}, {"calibration": {key: (0, 1) for key in "abc"}}, "names c; the members are"),
+        ({"a": Fixed(1), "b": Fixed(2)}, {"calibration": {"a": (0, 1), "b": (0, 0)}}, r"ion\['b'\] is \(0, 0\)"),
     ],
 )
 def test_what_cannot_be_averaged_is_refused(members: Any, options: Any, message: str) -> None:

@@ -72,10 +72,7 @@ def test_images_are_routed_as_texts_are() -> None:
 @pytest.mark.parametrize(
     ("where", "message"),
     [
-        (
-            {"task": "orc"},
-            r"where is \{'task': 'orc'\}, which no record of data.train has. .*'ocr' \(2\), 'count' \(1\)",
-        ),
+        ({"task": "orc"}, r"where is \{'task': 'orc'\}, which no record .*'ocr' \(2\), 'count' \(1\)"),
         ({"tsk": "ocr"}, "None has the field 'tsk'. Did you mean 'task'"),
         ({"task": "ocr"}, r"2 of 4 records of data.train have no reward, .*the first is \{'task': 'count'\}"),
     ],

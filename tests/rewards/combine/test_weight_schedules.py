@@ -100,11 +100,7 @@ def test_image_trainers_read_the_same_setting(algorithm: str, tmp_path: Any) -> 
             "rewards.terms: a weight's start and end are 0",
         ),
         (TextGRPOConfig, ["rewards.terms={task_answer: {bound: 1, weight: {iterations: 3}}}"], "constant weight"),
-        (
-            TextGRPOConfig,
-            ["rewards.terms={task_answer: {weight: {iterations: 3}}}"],
-            "leave no term at their beginning",
-        ),
+        (TextGRPOConfig, ["rewards.terms={task_answer: {weight: {iterations: 3}}}"], "leave no term at their"),
         (TextSampleConfig, ["rewards.terms={task_answer: {weight: {end: 2, iterations: 3}}}"], "nothing is trained"),
     ],
 )

@@ -142,11 +142,7 @@ def test_refused(folder: Path, reference: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
-    [
-        ("absent", None, "'.*absent' does not exist"),
-        ("a.txt", b"caf\xe9\nb", "is no UTF-8 text"),
-        ("", None, "does not"),
-    ],
+    [("absent", None, "absent' does not exist"), ("a.txt", b"caf\xe9\nb", "is no UTF-8 text"), ("", None, "does not")],
 )
 def test_unreadable_exemplars_are_refused(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
     if content is not None:

@@ -191,11 +191,7 @@ def odd() -> Any:
         ("ValueError", 422, "The judge refused the request: ValueError: my fault"),
         ("RuntimeError", 500, "The judge broke on the request: RuntimeError: my fault"),
         ("none", 500, "The judge broke on the request: AttributeError"),
-        (
-            "short",
-            500,
-            "the judge's answer is unusable: an answer in the format visalign-judge-3 (ValueError: 1 rows for 2",
-        ),
+        ("short", 500, "answer is unusable: an answer in the format visalign-judge-3 (ValueError: 1 rows for 2"),
     ],
 )
 def test_statuses_tell_whose_fault_it_is(odd: Any, prompt: str, status: int, message: str):

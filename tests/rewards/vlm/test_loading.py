@@ -101,10 +101,7 @@ def test_a_model_that_does_not_see_is_refused() -> None:
     [
         ('{"templates": []}', "needs an object with an object 'templates'"),
         ('{"templates": {"a": {}}}', "template 'a' is {}; it needs 'messages'"),
-        (
-            '{"templates": {"a": {"messages": [{"role": "user", "content": [{"type": "video"}]}]}}}',
-            "it needs 'messages'",
-        ),
+        ('{"templates": {"a": {"messages": [{"role": "user", "content": [{"type": "video"}]}]}}}', "needs 'messages"),
         ('{"templates": {"a": {"messages": [], "yes": "yes"}}}', "'yes' is 'yes'; it takes a list of words"),
         ('{"templates": {"a": {"messages": [], "answer_prefix": 3}}}', "a text answer_prefix"),
     ],
