@@ -50,9 +50,7 @@ Labels = Annotated[
 NewFolder = Annotated[
     Path | None, Option("--output", "-o", help="New folder for page and JSON. Default: print to the terminal.")
 ]
-NewFile = Annotated[
-    Path | None, Option("--output", "-o", help="Output file (must not exist): .html (a page) or .json.")
-]
+NewFile = Annotated[Path | None, Option("--output", "-o", help="Output file, a new one: .html (a page) or .json.")]
 Device = Annotated[
     str | None,
     Option("--device", help="Device to compute on: cpu, cuda, cuda:1. Default: the GPU where there is one."),

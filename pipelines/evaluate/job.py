@@ -55,7 +55,7 @@ BOARD = "leaderboard"  # Name of page, JSON and table of an evaluation on severa
 
 
 @dataclass(frozen=True)
-class _Kind:
+class Kind:
     """Functions for a set of one kind."""
 
     name: str
@@ -66,10 +66,8 @@ class _Kind:
     fuse: Callable[..., tuple[Any, dict[str, Any]]]
 
 
-PAIRS = _Kind(
-    "preferences", column_scores, score_pairs, evaluate_preferences, compare_on_preferences, fuse_preferences
-)
-QUALITY = _Kind("quality", quality_column_scores, score_quality, evaluate_quality, compare_on_quality, fuse_quality)
+PAIRS = Kind("preferences", column_scores, score_pairs, evaluate_preferences, compare_on_preferences, fuse_preferences)
+QUALITY = Kind("quality", quality_column_scores, score_quality, evaluate_quality, compare_on_quality, fuse_quality)
 
 
 def evaluate(
@@ -226,7 +224,7 @@ def _trained_on(source: PreferenceSet | QualitySet, models: Mapping[str, str]) -
 
 
 def _measure(
-    kind: _Kind, source: Any, scores: Sequence[Any], judges: Mapping[str, Any], settings: Any, limit: float
+    kind: Kind, source: Any, scores: Sequence[Any], judges: Mapping[str, Any], settings: Any, limit: float
 ) -> dict[str, Any]:
     """Report on every judge, compare every two, and rank them; `failed` names those without a report."""
     identities = {judge.name: reward_identity(judge) for judge in judges.values()}

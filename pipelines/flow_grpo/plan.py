@@ -374,9 +374,7 @@ def _networks(policy: Any) -> list[str]:
     return list(getattr(policy, "networks", ["transformer"]))
 
 
-def _memory(
-    config: FlowGRPOConfig, policy: Any, images: float, passes: list[Pass]
-) -> tuple[dict[str, float], list[str], float]:
+def _memory(config: Any, policy: Any, images: float, passes: list[Pass]) -> tuple[dict[str, float], list[str], float]:
     """Compute (GB of a process by part, the parts that are weights of the trained network, GB in CPU memory)."""
     from visalign.training.diffusion.merging import mergeable_adapters
 

@@ -110,9 +110,7 @@ def score_on_ray(
     return result
 
 
-def _score_parts(
-    parts: Sequence[Part], options: ScoringOptions, workers: int
-) -> Iterator[tuple[Part, list[ScoreRow] | str]]:
+def _score_parts(parts: Sequence[Part], options: ScoringOptions, workers: int) -> Iterator[tuple[Part, Any]]:
     """Yield parts with their scores as they finish, or with the reason of a part that cannot be read."""
     ray = loaded_ray()
     resources = worker_resources(workers, ray.cluster_resources())

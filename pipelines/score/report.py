@@ -31,9 +31,7 @@ NAMED = 5  # Images that are named for each reason of failure
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
-def score_summary(
-    rows: Sequence[ScoreRow], rewards: Mapping[str, PointwiseReward], *, seconds: float
-) -> dict[str, Any]:
+def score_summary(rows: Sequence[ScoreRow], rewards: Mapping[str, Any], *, seconds: float) -> dict[str, Any]:
     """Summarize N·M scores of N images by M rewards as JSON; missing values are None."""
     return {
         "format": "visalign score summary 1",

@@ -64,16 +64,14 @@ def score_rows(
     rows = []
     for start in range(0, len(table), batch_size):
         batch = table[start : start + batch_size]
-        columns = [_score_batch(label, reward, batch, store) for label, reward in rewards.items()]
+        columns = [_scored(label, reward, batch, store) for label, reward in rewards.items()]
         rows += chain.from_iterable(zip(*columns, strict=True))
         if on_batch is not None:
             on_batch(len(batch))
     return rows
 
 
-def _score_batch(
-    label: str, reward: PointwiseReward, batch: Sequence[ImageRow], store: ScoreLog | None
-) -> list[ScoreRow]:
+def _scored(label: str, reward: PointwiseReward, batch: Sequence[ImageRow], store: ScoreLog | None) -> list[ScoreRow]:
     """Collect one reward's rows of a batch: stored ones, unreadable references, and new scores."""
     keys = [f"{score_key([row.image], row.prompt, row.metadata)}:{label}" for row in batch if store is not None]
     rows, images = dict[int, ScoreRow](), dict[int, Any]()

@@ -39,9 +39,7 @@ def plan_search(config: Any, plan: Callable[[Any], Mapping[str, Any]]) -> dict[s
     return {**plan(config), "learning_rate": search | {"more_iterations": iterations * len(rates)}}
 
 
-def run_with_found_rate(
-    config: Any, output: Path, resume: bool = False, *, run: Callable[..., RunSummary]
-) -> RunSummary:
+def run_with_found_rate(config: Any, output: Path, resume: bool = False, *, run: Callable[..., Any]) -> RunSummary:
     """Find the learning rate by short runs from the same weights and seeds, then run the job with it.
 
     `config.yaml` gets the rate. With `resume` the short runs that have ended are not repeated.

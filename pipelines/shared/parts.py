@@ -238,9 +238,7 @@ def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
             yield from _texts(entry, inner)
 
 
-def pointwise_only(
-    judges: Mapping[str, PointwiseReward | PairwiseReward], *, needed: Iterable[str] = ()
-) -> dict[str, Any]:
+def pointwise_only(judges: Mapping[str, Any], *, needed: Iterable[str] = ()) -> dict[str, Any]:
     """Select the judges that score single images; the `needed` labels must be among them."""
     pointwise = {label: judge for label, judge in judges.items() if isinstance(judge, PointwiseReward)}
     if missing := [label for label in needed if label not in pointwise]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +56,7 @@ def reward_options(items: Sequence[str], names: Sequence[str]) -> dict[str, dict
     return {name: parse_options(entries) for name, entries in items_of.items()}
 
 
-def load_each(
-    names: Sequence[str], options: Sequence[str], load: Callable[..., Any], device: str | None
-) -> dict[str, Any]:
+def load_each(names: Sequence[str], options: Sequence[str], load: Any, device: str | None) -> dict[str, Any]:
     """Load each reward once with its options (as `reward_options` takes them), on the device where they name none."""
     if device is not None:
         check_device(device)

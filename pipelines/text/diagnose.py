@@ -37,7 +37,7 @@ __all__ = ["diagnose"]
 TRAINED = ("text_dpo", "text_grpo", "text_ppo", "text_sft")  # Pipelines whose runs leave a text policy
 
 
-class _ScoredCompletions(NamedTuple):
+class _Scored(NamedTuple):
     """P·n scored completions of one policy; the completions of a prompt are neighbours."""
 
     rollout: TextRollout
@@ -116,12 +116,12 @@ class _Scorer:
             stopping=self.generation.stopping(),
         )
 
-    def sample(self, policy: Any, samples: int, seed: int) -> _ScoredCompletions:
+    def sample(self, policy: Any, samples: int, seed: int) -> _Scored:
         """Sample and score `samples` completions of a policy to each record; a seed for each."""
         seeds = [sample_seed(seed, prompt_text(r["prompt"]), i) for r in self.records for i in range(samples)]
         return self.score(self.generate(policy, seeds, self.generation.sampling))
 
-    def score(self, rollout: TextRollout) -> _ScoredCompletions:
+    def score(self, rollout: TextRollout) -> _Scored:
         """Score a rollout of `generate`."""
         texts, prompts, samples = list(rollout.text), list(rollout.prompt), len(rollout.text) // len(self.records)
         records = [record for record in self.records for _ in range(samples)]
@@ -147,7 +147,7 @@ class _Scorer:
             raise UserError(f"None of {len(records)} completions could be scored ({why}).")
         signs = {label: 1 if reward.higher_is_better else -1 for label, reward in self.rewards.items()}
         values = {label: table(signs[label] * _value(score)) for label, score in scores.items()}
-        return _ScoredCompletions(rollout, table(_value(total)), table(right), values)
+        return _Scored(rollout, table(_value(total)), table(right), values)
 
 
 def _value(scores: Scores) -> Tensor:
@@ -183,9 +183,7 @@ def _policy(config: Any, run: Path | None) -> Any:
     return policy
 
 
-def _support(
-    base: _ScoredCompletions, tuned: _ScoredCompletions, records: Records, generator: torch.Generator
-) -> dict[str, Any]:
+def _support(base: _Scored, tuned: _Scored, records: Records, generator: torch.Generator) -> dict[str, Any]:
     """Compute pass@k of both, the crossing of the curves, and the prompts that only one of them solves."""
     points = two_policies.pass_at_k_curves(base.solved, tuned.solved, generator=generator)
     scored = base.solved.isfinite().all(1) & tuned.solved.isfinite().all(1)
@@ -209,9 +207,7 @@ def _support(
     }
 
 
-def _best_of_n(
-    base: Any, before: _ScoredCompletions, after: _ScoredCompletions, generator: torch.Generator
-) -> dict[str, Any]:
+def _best_of_n(base: Any, before: _Scored, after: _Scored, generator: torch.Generator) -> dict[str, Any]:
     """Compute reward and KL of the best of n completions of the base, and of the tuned policy."""
     shape = before.reward.shape
     log_prob = before.rollout.full_log_prob.double().sum(1).reshape(shape)
@@ -232,9 +228,7 @@ def _best_of_n(
     }
 
 
-def _distances(
-    before: _ScoredCompletions, after: _ScoredCompletions, generator: torch.Generator
-) -> list[dict[str, Any]]:
+def _distances(before: _Scored, after: _Scored, generator: torch.Generator) -> list[dict[str, Any]]:
     """Compute the STARC distance of each pair of rewards on the completions of both policies, by prompt."""
     values = {label: torch.cat([before.values[label], after.values[label]], 1) for label in before.values}
     distances = []
@@ -271,7 +265,7 @@ def _greedy(policy: Any, scorer: _Scorer, margin: float, noise: float, seed: int
     }
 
 
-def _clip(run: Path, base: _ScoredCompletions, generator: torch.Generator) -> dict[str, Any] | None:
+def _clip(run: Path, base: _Scored, generator: torch.Generator) -> dict[str, Any] | None:
     """Measure the bias of the clip in the run's updates, and the advantage at stake with random rewards."""
     rows = [row for row in read_metrics(run / "metrics.jsonl") if "clip_low" in row]
     if not rows:

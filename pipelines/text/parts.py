@@ -273,9 +273,7 @@ def retokenized(rewards: Mapping[str, Any], tokenizer: Any) -> list[str]:
     return [f"{other} has another tokenizer than the policy: completions are tokenized again." for other in labels]
 
 
-def build_text_policy(
-    model: TextModelConfig, device: torch.device, seed: int, *, reference: bool = True
-) -> CausalLMPolicy:
+def build_text_policy(model: TextModelConfig, device: Any, seed: int, *, reference: bool = True) -> CausalLMPolicy:
     """Load the language model with adapters and value head; `reference` keeps what `reference()` needs."""
     from visalign.adapters.causal_lm.loading import load_causal_lm
     from visalign.adapters.causal_lm.policy import CausalLMPolicy

@@ -41,9 +41,7 @@ class _Cached:
         """Identity of the judge at this moment: training changes it."""
         return self._identity or self.judge.identity
 
-    def _answer(
-        self, sides: Sequence[Any], prompts: Sequence[str], metadata: Metadata | None, unit: str | None
-    ) -> Any:
+    def _answer(self, sides: Sequence[Any], prompts: Sequence[str], metadata: Metadata | None, unit: Any) -> Any:
         """Answer all rows from the cache or by the judge, which gets each unknown content once.
 
         `sides` are the images, or the left and the right ones; `unit` is that of scores, None for preferences.

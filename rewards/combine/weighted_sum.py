@@ -114,9 +114,7 @@ class WeightedSum:
         """Return the sum with its weights, and its terms, after `iteration` iterations."""
         weights, changed = self._weights(iteration), copy(self)
         terms = {label: (term, term.capabilities.at_iteration) for label, (term, _) in self.rewards.items()}
-        changed.rewards = {
-            label: (at(iteration) if at else term, weights[label]) for label, (term, at) in terms.items()
-        }
+        changed.rewards = {key: (at(iteration) if at else term, weights[key]) for key, (term, at) in terms.items()}
         term_weights = {label: weights[label] for label in self.capabilities.term_weights}
         changed.capabilities = replace(self.capabilities, term_weights=term_weights)
         return changed

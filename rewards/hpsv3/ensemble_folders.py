@@ -173,11 +173,9 @@ def build_ensemble(
 
     `max_tokens_per_batch` counts all members; `options` are those of `VisionLanguageEngine.from_pretrained`.
     """
-    members = max(1, len(tensors.get(TOKEN, ())))
     options = {"settings": settings, "positions": settings.positions, **options}
-    engine = VisionLanguageEngine.from_pretrained(
-        base, max_tokens_per_batch=max(1, max_tokens_per_batch // members), **options
-    )
+    budget = max(1, max_tokens_per_batch // max(1, len(tensors.get(TOKEN, ()))))
+    engine = VisionLanguageEngine.from_pretrained(base, max_tokens_per_batch=budget, **options)
     return LoraEnsembleModel(
         engine,
         tensors,

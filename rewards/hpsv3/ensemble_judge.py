@@ -196,9 +196,7 @@ class LoraEnsembleReward:
         parts = {**scores.parts, "mean": scores.value, "min": smallest}
         return replace(scores, parts=parts, text=notes if any(notes) else None)
 
-    def _load(
-        self, settings: JudgeSettings, tensors: Mapping[str, Tensor], base: str | Path, name: str
-    ) -> LoraEnsembleModel:
+    def _load(self, settings: JudgeSettings, tensors: Mapping[str, Tensor], base: Any, name: str) -> LoraEnsembleModel:
         model = build_ensemble(settings, tensors, base, **{"name": name, **self._options})
         self._base = base
         self._set_model(model)

@@ -18,9 +18,7 @@ from visalign.rewards.weights.checkpoint_files import dtype_of, precision_on, qu
 UNBOUNDED = 10**9  # Tokenizers without a limit give a huge number as model_max_length
 
 
-def load_classifier(
-    name: str, model: str | Path | torch.nn.Module, loader: Any, precision: str, device: torch.device
-) -> Any:
+def load_classifier(name: str, model: str | Path | torch.nn.Module, loader: Any, precision: str, device: Any) -> Any:
     """Load the classifier (folder, hub name or module) in evaluation mode, by a class AutoModelFor…Classification."""
     dtype = dtype_of(precision_on(device, precision), f"{name}: ")
     if isinstance(model, torch.nn.Module):

@@ -238,9 +238,7 @@ class VisionLanguageEngine:
         return str(self._print)
 
 
-def engine_of(
-    model: Any, name: str, *, device: str | torch.device = "cpu", precision: str = "auto", **loading: Any
-) -> Any:
+def engine_of(model: Any, name: str, *, device: Any = "cpu", precision: str = "auto", **loading: Any) -> Any:
     """Return a judge's engine: the given one (judges may share it), or one loaded from a folder or hub id.
 
     Log-odds and scores are float32 whatever the `precision` of the weights: "fp32", "bf16", "fp16", or "auto", which

@@ -102,9 +102,7 @@ def model_pixels(images: Tensor, config: Mapping[str, Any]) -> Tensor:
     return smooth + (exact - smooth).detach()
 
 
-def fitting_images(
-    request: Request, reasons: list[str | None], config: Mapping[str, Any]
-) -> tuple[list[int], list[Tensor]]:
+def fitting_images(request: Request, reasons: list[str | None], config: Any) -> tuple[list[int], list[Tensor]]:
     """Return (rows, images [3, H, W]) without a reason that can be resized; a refused one gets its reason."""
     rows, images = [], []
     for row, image in request.images.readable():
