@@ -20,5 +20,7 @@ class ClipScore(ClipJudge):
 
     name = "clip_score"
 
-    def __init__(self, model: str | Path = "shapes-clip", *, device: str | torch.device = "cpu", **more: Any) -> None:
-        super().__init__(model, device=device, **more)
+    def __init__(
+        self, model: str | Path = "shapes-clip", *, device: str | torch.device = "cpu", **towers: Any
+    ) -> None:
+        super().__init__(model, device=device, **towers)
