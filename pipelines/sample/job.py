@@ -182,8 +182,8 @@ def sample_images(
         image.save(output / files["image"])
         if sample.ndim == 4 and len(sample) > 1:  # an animated WebP that plays again and again
             files[CLIP], (first, *rest) = f"{name}.webp", map(to_pil, sample)
-            options = {"duration": round(1000 / getattr(policy, "frame_rate", 8)), "loop": 0, "quality": 90}  # ms
-            options["lossless"] = max(first.size) <= PIXELATED_SIDE
+            options: Any = {"loop": 0, "quality": 90, "lossless": max(first.size) <= PIXELATED_SIDE}
+            options["duration"] = round(1000 / getattr(policy, "frame_rate", 8))  # ms
             first.save(output / files[CLIP], save_all=True, append_images=rest, **options)
         rows.append(files | row)
         if number < LARGEST_GRID:

@@ -8,7 +8,7 @@ import math
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -237,10 +237,10 @@ class PolicyRun(Job):
         after.save(self.output / "after.npz")
         return self._write(before, after, result, measuring + time.perf_counter() - begin)
 
-    def _write(self, before: HeldoutResult, after: HeldoutResult, result: TrainResult, spent: float) -> dict[str, Any]:
+    def _write(self, before: HeldoutResult, after: HeldoutResult, result: TrainResult, took: float) -> dict[str, Any]:
         """Write summary.json, and report.html, whose curve starts with the accuracy before training."""
         output, evaluation, state = self.output, self.config.evaluation, result.counters.own
-        metrics, phases = read_metrics(output / "metrics.jsonl"), Counter[str](evaluation=spent)
+        metrics, phases = read_metrics(output / "metrics.jsonl"), defaultdict[str, float](float, evaluation=took)
         for key, value in (entry for record in metrics for entry in record.items()):
             if key.startswith("seconds/") and value is not None:
                 phases[key.removeprefix("seconds/")] += value
@@ -248,7 +248,7 @@ class PolicyRun(Job):
         if note := unchanged_note(before, after):
             warnings.append(note)
             self.trainer.progress.note(f"Warning: {note}")
-        costs = {**self.costs(result, spent), "phases": dict(phases), **self.counts(result.counters)}
+        costs = {**self.costs(result, took), "phases": dict(phases), **self.counts(result.counters)}
         trained_on = {} if self.heldout_trained_on is None else {"heldout_prompts_trained_on": self.heldout_trained_on}
         best = {BEST: state[BEST]} if BEST in state else {}
         spent = {**costs, **trained_on, "load_code": self.load_code, "warnings": warnings, **best}

@@ -87,7 +87,7 @@ def image_influence(
     [lora] = sampling.lora
     policy, advantage = load_sampler(sampling), torch.nan_to_num(advantage)
     records = [{"image": image, "where": image} for image in images]
-    latents = stored_latents(policy, {"candidates": records})(records)
+    latents = stored_latents(policy)(records)
     named = list(policy.trainable_parameters())
     parameters = [parameter for _, parameter in named]
 
@@ -138,7 +138,7 @@ def log_ratios(
     """
     policy = load_sampler(source)
     records = [{"image": image, "where": image} for image in images]
-    latents = stored_latents(policy, {"candidates": records})(records)
+    latents = stored_latents(policy)(records)
 
     def errors(policy: DiffusionPolicy) -> Tensor:
         values = [

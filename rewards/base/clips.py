@@ -47,7 +47,7 @@ def read_clip(where: str, clip: Any, choose: Callable[[int], Sequence[int] | str
     if isinstance(chosen, str):
         return [], chosen
     if is_animated:
-        batch = load_animation(clip, chosen)
+        batch = load_animation(frames[0], chosen)
     elif isinstance(frames, Tensor | np.ndarray):
         batch = load_images(frames[chosen])
     else:
