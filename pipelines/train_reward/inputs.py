@@ -123,7 +123,7 @@ def _load(config: TrainRewardConfig, side: str, notes: list[str]) -> Examples:
         columns = Columns(names=data.map, labels=data.coding)
         records = load_source(source, split=split, limit=limit, columns=columns)
         is_rated = isinstance(records, QualitySet)
-        return _ratings(config, records) if is_rated else _pairs(config, records, side, notes)
+        return _ratings(config, records, side) if is_rated else _pairs(config, records, side, notes)
 
 
 def _marks(config: TrainRewardConfig, images: list[MarkedImage], source: str) -> Examples:
@@ -137,7 +137,7 @@ def _marks(config: TrainRewardConfig, images: list[MarkedImage], source: str) ->
     return file_marks(images)
 
 
-def _ratings(config: TrainRewardConfig, records: QualitySet) -> Examples:
+def _ratings(config: TrainRewardConfig, records: QualitySet, side: str) -> Examples:
     if config.reads != "rows":
         raise UserError(f"the set holds single rated images, and judges of kind {config.model.kind} learn from pairs.")
     check_quality(records)
@@ -147,7 +147,7 @@ def _ratings(config: TrainRewardConfig, records: QualitySet) -> Examples:
         values = listed([f"{mos:g} in row {row}" for mos, row in outside])
         raise UserError(f"mos is {values}; this judge answers from 1 to 5. Rescale the column.")
     lacking = [records.row(i) for i, record in enumerate(records.records) if record.std is None]
-    if config.objective.task == "rating_distribution" and lacking:
+    if config.objective.task == "rating_distribution" and lacking and side == "train":
         raise UserError(
             f"objective.task is rating_distribution, and row {lacking[0]} has a mos without its std. Give the column "
             "(scores of visalign score have it), a row per rater, or objective.task=rating."

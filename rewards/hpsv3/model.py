@@ -56,7 +56,7 @@ class HPSv3Model(nn.Module):
     trained without.
     """
 
-    _no_split_modules = ("RanknetHead",)  # of another dtype than the backbone
+    _no_split_modules = ("RanknetHead", "ConditionedHead")  # of another dtype than the backbone
 
     def __init__(
         self,

@@ -57,7 +57,8 @@ class OnlineDiscriminator(LearningReward):
     """Head of an adversarial reward (`visalign.rewards.scorers.adversarial`), moved by a trainer of images."""
 
     def __init__(self, label: str, reward: Any, *, seed: int, accelerator: Accelerator) -> None:
-        self.key, self._label, self._reward, self._seed = f"discriminator.{label}", label, reward, seed
+        self.key = f"discriminator.{label}".replace("/", "_")  # names a file
+        self._label, self._reward, self._seed = label, reward, seed
         reward.begin(sample_seed(seed, self.key))
         super().__init__(reward.head.named_parameters(), reward.lr, accelerator, betas=[0.5, 0.999])
         self._images: list[Tensor] = []
