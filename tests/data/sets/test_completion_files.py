@@ -80,7 +80,7 @@ def test_empty_completions_are_refused_or_left_out(load, tmp_path):
 
 def test_equal_completions_are_refused_or_left_out(tmp_path):
     path = _file(tmp_path, {**PAIR, "rejected": "good"}, PAIR)
-    with pytest.raises(UserError, match=r"1 of 2 records of .* have equal completions, .*: rows 1\."):
+    with pytest.raises(UserError, match=r"1 of 2 records of .* have equal completions: rows 1\."):
         load_pairs(path)
     found = load_pairs(path, unusable="drop")
     assert found.records == [PAIR] and found.left_out == {"equal": 1}

@@ -126,7 +126,7 @@ def test_what_means_nothing_is_refused() -> None:
         check_preferences(leaking, files=False)
     with pytest.raises(UserError, match=r"2 image files do not exist: l.png, r.png"):
         check_preferences(pairs_of(BASE))
-    with pytest.raises(UserError, match=r"All 1 winners .* always says left .*--swap-sides"):
+    with pytest.raises(UserError, match=r"All 1 winners .* always saying left .*--swap-sides"):
         check_preferences(pairs_of(BASE), files=False, judge_sees_sides=True)
 
 

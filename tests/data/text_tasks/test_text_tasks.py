@@ -170,7 +170,7 @@ def test_what_is_not_there_is_said() -> None:
         UserError, match=r"tasks is \['sorted'\].* Did you mean 'sort'\? Allowed: train or heldout; some"
     ):
         text_tasks(1, tasks=["sorted"])
-    with pytest.raises(UserError, match=r"'two_addends' has too few heldout problems of levels \[1\] for 99"):
+    with pytest.raises(UserError, match=r"'two_addends' has 5 heldout problems of levels \[1\] for 99"):
         text_tasks(99, split="heldout", tasks=["two_addends"], levels=[1])
     with pytest.raises(UserError, match=r"the record lacks answer, problem"):
         check_answer("", {"task": "add"})
