@@ -188,10 +188,9 @@ def _check_method(config: FlowGRPOConfig, reward: Any, records: Records, strata:
             f"model.guidance is {model.guidance}, and captions teach the velocity that guidance adds up, not its sum. "
             "Set model.guidance=null, and give a scale when you sample."
         )
-    if config.data.cache is not None and edits_of(model.described_by, model.adapter) != "none":
-        raise UserError(
-            "data.cache keeps prompts by their text, and this model encodes them with images. Leave it out."
-        )
+    if config.data.cache is not None and family is not None and (family.modular or family.source != "none"):
+        why = "diffusers has this model as a modular pipeline" if family.modular else "this model edits an image"
+        raise UserError(f"data.cache keeps prompts of classic pipelines by their text, and {why}. Leave it out.")
     if objective.experts:
         check_experts(objective.experts, records)
 
