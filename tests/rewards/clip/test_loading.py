@@ -65,7 +65,7 @@ def test_missing_and_unexpected_keys_are_named(folder, tmp_path):
     for change, message in (
         ({"visual_projection.weight": None}, "missing: visual_projection.weight"),
         ({"extra.weight": torch.zeros(1)}, "unexpected: extra.weight"),
-        ({"text_projection.weight": torch.zeros(2, 2)}, r"another shape: .*weight \(2, 2\) instead of \(16, 32\)"),
+        ({"text_projection.weight": torch.zeros(2, 2)}, r"of another shape: .*weight \(2, 2\) instead of \(16, 32\)"),
     ):
         copy = shutil.copytree(folder, tmp_path / f"copy{len(list(tmp_path.iterdir()))}")
         (copy / "model.safetensors").unlink()
