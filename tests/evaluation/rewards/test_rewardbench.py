@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from visalign.data.sets.sources import load_source
+from visalign.errors import UserError
 from visalign.evaluation.rewards.pair_scores import from_scores
 from visalign.evaluation.rewards.preferences import evaluate_preferences
 
@@ -47,3 +48,9 @@ def test_rows_become_questions_of_several_answers(tmp_path):
 def test_other_pairs_have_neither(tmp_path):
     result = report(tmp_path, json.dumps({"prompt": "q", "chosen": "a", "rejected": "b"}))
     assert "best_of_n" not in result["slices"] and result["ties"] is None
+
+
+@pytest.mark.parametrize("wrong", ([], [3], ["b", None]))
+def test_lists_without_texts_are_named(tmp_path, wrong):
+    with pytest.raises(UserError, match=r"Row 2 has chosen \['a'\] and rejected .*needs one text or more"):
+        report(tmp_path, row("0", "a", "b"), json.dumps({"prompt": "q", "chosen": ["a"], "rejected": wrong}))

@@ -142,7 +142,7 @@ def read_table(path: str | Path, names: Mapping[str, str], *, is_judged: bool = 
     """Read the numbered rows of a table with our column names, and with references for images inside it."""
     for number, row in read_rows(path):
         columns = usual_names(row, names, is_judged=is_judged)
-        for pair in pair_answers(rename_columns(path, row, columns)):
+        for pair in pair_answers(number, rename_columns(path, row, columns)):
             yield number, refer_to_texts(refer_to_images(path, number, pair, columns))
 
 

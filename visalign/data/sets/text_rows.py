@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Any
 
+from visalign.errors import UserError, excerpt
 from visalign.interfaces import Prompt, is_message
 
 from .image_references import TEXT
@@ -39,11 +40,17 @@ def split_pair(row: Row) -> Row:
     return {**row, "prompt": chosen[:size], PAIR[0]: chosen[size:], PAIR[1]: rejected[size:]} if size else row
 
 
-def pair_answers(row: Row) -> list[Row]:
+def pair_answers(number: int, row: Row) -> list[Row]:
     """Pair each right with each wrong answer of a row of RewardBench 2 (lists of texts); another row stays one."""
-    right, wrong = answers = [texts if isinstance(texts := row.get(name), list) else [] for name in PAIR]
-    if not right or not wrong or not all(isinstance(text, str) for texts in answers for text in texts):
+    right, wrong = (row.get(name) for name in PAIR)
+    if not isinstance(right, list) or not isinstance(wrong, list):
         return [row]
+    if right and wrong and any(isinstance(answer, Mapping) for answer in (*right, *wrong)):
+        return [row]  # two conversations
+    if not right or not wrong or not all(isinstance(answer, str) for answer in (*right, *wrong)):
+        raise UserError(
+            f"Row {number} has chosen {excerpt(right)} and rejected {excerpt(wrong)}; each needs one text or more."
+        )
     names = {"id": "prompt_id", "subset": "category"}
     named = {**row, **{ours: row[name] for name, ours in names.items() if name in row}}
     named["distinct_pairs"] = len({*right}) * len({*wrong})
