@@ -81,7 +81,7 @@ def _accuracies(
     credit, count = policy_credit(HEADLINE, judged.margin, judged.label)
     rows = judged.rows
     parts = {key: (credit * mask[rows], count * mask[rows], mask[rows]) for key, mask in masks.items()}
-    parts |= {("best_of_n", name): (*column[:, rows], column[1, rows]) for name, column in credits.items()}
+    parts |= {("best_of_n", name): (c[0, rows], c[1, rows], c[1, rows]) for name, c in credits.items()}
     for key, (part_credit, part_count, _) in parts.items():
         table.add(key, part_credit, part_count)
     for name, loss in (("mean_nll", nll), ("mean_brier", brier)):

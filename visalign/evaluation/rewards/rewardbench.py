@@ -42,12 +42,13 @@ def benchmark_scores(
 
     Questions with a missing score count nowhere. Ties are the questions `tied:N` with their `ref:N`.
     """
-    questions: dict[str, dict[tuple[str, str], int]] = {}
+    questions: dict[str, dict[tuple[str, ...], int]] = {}
     for number, pair in enumerate(pairs):
         if "distinct_pairs" in pair.extra and pair.label in (0, 1):
             right_first = (pair.image_left, pair.image_right)[:: 1 if pair.label else -1]
             questions.setdefault(pair.group, {})[right_first] = number
-    signed, tables, credits = np.where([pair.label == 1 for pair in pairs], margin, -margin), {}, {}
+    signed = np.where([pair.label == 1 for pair in pairs], margin, -margin)
+    tables, credits = dict[str, Array](), dict[str, Array]()
     for question, numbers in questions.items():
         right, wrong = (dict.fromkeys(answers) for answers in zip(*numbers, strict=True))
         first, table = min(numbers.values()), np.array([[np.nan]])  # of a question that a limit cut
