@@ -58,8 +58,8 @@ def write_report(
     other_rewards = [row for row in comparison.rewards if not row.repeats_accuracy]
     height, width = after.images.shape[1:3]
     banners = wording.void_notes(before, after, trained_prompts)
-    settings, folder = flatten(config), str(run_folder)
-    start_model = setting(settings.get("model.path"))
+    settings, name = flatten(config), run_folder.name
+    start_model = str(settings.get("model.path") or "MODEL")
     curves, at_zero = panels(metrics, known_curves(metrics), start=start)
     page = render_page(
         "report.html.j2",
@@ -82,15 +82,13 @@ def write_report(
         warnings=[warning for warning in warnings if warning not in banners],
         has_heldout_curve=any(panel.curve.keys[0].startswith("heldout/") for panel in curves),
         over_time=[(number, data_uri(np.asarray(Image.open(path)))) for number, path in over_time],
-        config=[(name, setting(value)) for name, value in settings.items()],
+        config=[(key, setting(value)) for key, value in settings.items()],
         versions=versions,
         costs=wording.cost_rows(costs),
         phases=[(name, seconds, seconds / (phases[0][1] or 1.0)) for name, seconds in phases],
         load_code=load_code,
         resume_command=resume_command,
-        bench_command=shlex.join(
-            ["visalign", "bench", start_model, folder, "--suite", "world", "-o", f"{folder}/bench"]
-        ),
+        bench_command=shlex.join(["visalign", "bench", start_model, name, "--suite", "world", "-o", f"{name}/bench"]),
     )
     return write_atomic(run_folder / "report.html", page.encode("utf-8"))
 
