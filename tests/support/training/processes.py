@@ -186,6 +186,8 @@ def images(
         changes |= {"surrogate_options": {"eps_low": 0.1, "eps_high": 0.1}}
     if row == "draft":
         changes |= {"last": 2}
+    if row == "tdm_r1":
+        changes = {"teacher_guidance": None, "critic_updates": 1}
     if sharding:  # the toy has no LoRA for a reference
         changes |= {"kl": 0.0}
     return toy_trainer(
@@ -262,6 +264,7 @@ JOBS: dict[str, Callable[[Path, Accelerator], Trainer[Any]]] = {
     "diffusion_nft": lambda f, a: images(f, a, "diffusion_nft"),
     "crd": lambda f, a: images(f, a, "crd", rollout=SCOUTED),
     "draft": lambda f, a: images(f, a, "draft"),
+    "tdm_r1": lambda f, a: images(f, a, "tdm_r1"),
 }
 
 
