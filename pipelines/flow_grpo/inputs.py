@@ -12,6 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from visalign.adapters.catalogue import edits_of, family_of, has_two_halves, is_distilled, joins_sources
+from visalign.adapters.model_folder import pipeline_index
+from visalign.data.assets import resolve_model
 from visalign.data.sets.prompt_files import Edits, listed_sources, record_key
 from visalign.errors import UserError, suggestion
 from visalign.evaluation.heldout.correctness import check_judge
@@ -150,6 +152,25 @@ def _distilled_notes(config: FlowGRPOConfig) -> Iterator[str]:
         )
 
 
+def _unfit_teacher(config: FlowGRPOConfig) -> Iterator[str]:
+    objective, model = config.objective, config.model
+    family, few_step, teacher = family_of(model.described_by, model.adapter), objective.few_step, objective.teacher
+    if family is None or few_step is None:
+        return
+    if family.guidance == "none" and (few_step.teacher_guidance or 1) > 1:
+        yield (
+            f"objective.changes.teacher_guidance is {few_step.teacher_guidance}, and {model.path} is guided by nothing. "
+            "Set it to null."
+        )
+    own, other = (pipeline_index(f) for f in (model.described_by, resolve_model(teacher or model.described_by)))
+    for part in family.present(own):
+        if (kind := (other.get(part) or [None, None])[1]) != own[part][1]:
+            yield (
+                f"objective.teacher is {teacher}, whose {part} is a {kind}, and that of {model.path} a {own[part][1]}. "
+                "Name the model of the same architecture that was not distilled."
+            )
+
+
 def _groups(config: FlowGRPOConfig) -> dict[str, Any]:
     """Return what the groups of `data.pairs` depend on, for `read_stored`."""
     row = config.objective.regression
@@ -177,12 +198,7 @@ def _check_method(config: FlowGRPOConfig, reward: Any, records: Records, strata:
     if objective.ascent is not None:
         check_differentiable(reward)
     model = config.model
-    scale = None if objective.few_step is None else objective.few_step.teacher_guidance
-    family = family_of(model.described_by, model.adapter)
-    if family is not None and family.guidance == "none" and (scale or 1) > 1:
-        raise UserError(
-            f"objective.changes.teacher_guidance is {scale}, and {model.path} is guided by nothing. Set it to null."
-        )
+    refuse(_unfit_teacher(config))
     if config.data.images and has_two_halves(model.described_by, model.adapter, model.guidance):
         raise UserError(
             f"model.guidance is {model.guidance}, and captions teach the velocity that guidance adds up, not its sum. "

@@ -62,10 +62,17 @@ def test_a_distilled_model_is_warned_of_or_needs_its_teacher(tmp_path: Path) -> 
     assert prepare(_config(model), 1).notes == ()  # a ratio on its own steps is no denoiser
     with pytest.raises(UserError, match=r"compares it with a teacher of many steps, which is missing. Set obj"):
         prepare(_config(model, "objective.algorithm=tdm_r1"), 1)
-    assert prepare(_config(model, "objective={algorithm: dmd2, teacher: other}"), 1).notes == ()
+    base = _folder(tmp_path / "Z-Image")
+    assert prepare(_config(model, f"objective={{algorithm: dmd2, teacher: {base}}}"), 1).notes == ()
+    with pytest.raises(
+        UserError, match=r"shapes-sd3, whose transformer is a SD3Tran.* a ZImageTransformer2DModel. Name"
+    ):
+        prepare(_config(model, "objective={algorithm: dmd2, teacher: shapes-sd3}"), 1)
+    with pytest.raises(FileNotFoundError, match=r"There is no model folder nope. Give a folder that a diffusers"):
+        prepare(_config(model, "objective={algorithm: dmd2, teacher: nope}"), 1)
     turbo = _folder(tmp_path / "turbo", "QwenImage21TurboModularPipeline")
     with pytest.raises(UserError, match=r"teacher_guidance is 4.5, and .*turbo is guided by nothing. Set it to null"):
-        prepare(_config(f"model.path={turbo}", "objective={algorithm: tdm, teacher: other}"), 1)
+        prepare(_config(f"model.path={turbo}", f"objective={{algorithm: tdm, teacher: {turbo}}}"), 1)
 
 
 @pytest.mark.parametrize(
