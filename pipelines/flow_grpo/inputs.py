@@ -159,15 +159,15 @@ def _unfit_teacher(config: FlowGRPOConfig) -> Iterator[str]:
         return
     if family.guidance == "none" and (few_step.teacher_guidance or 1) > 1:
         yield (
-            f"objective.changes.teacher_guidance is {few_step.teacher_guidance}, and {model.path} is guided by nothing. "
-            "Set it to null."
+            f"objective.changes.teacher_guidance is {few_step.teacher_guidance}, and {model.path} is guided by "
+            "nothing. Set it to null."
         )
     own, other = (pipeline_index(f) for f in (model.described_by, resolve_model(teacher or model.described_by)))
     for part in family.present(own):
         if (kind := (other.get(part) or [None, None])[1]) != own[part][1]:
             yield (
-                f"objective.teacher is {teacher}, whose {part} is a {kind}, and that of {model.path} a {own[part][1]}. "
-                "Name the model of the same architecture that was not distilled."
+                f"objective.teacher is {teacher}, whose {part} is a {kind}, and that of {model.path} a "
+                f"{own[part][1]}. Name the model of the same architecture that was not distilled."
             )
 
 
