@@ -199,6 +199,7 @@ def _check_method(config: FlowGRPOConfig, reward: Any, records: Records, strata:
         check_differentiable(reward)
     model = config.model
     refuse(_unfit_teacher(config))
+    family = family_of(model.described_by, model.adapter)
     if config.data.images and has_two_halves(model.described_by, model.adapter, model.guidance):
         raise UserError(
             f"model.guidance is {model.guidance}, and captions teach the velocity that guidance adds up, not its sum. "
