@@ -65,7 +65,7 @@ class Adversarial:
             included, or shapes:images.
         model: frozen tower, as for `clip_score`, or a folder or hub id of transformers' DINOv2 or DINOv3.
         loss: "hinge" or "bce".
-        lr: learning rate of the head, by AdamW with β₁ = 0.5; with a tenth of it a hack ran ahead of the head.
+        lr: learning rate of the head, by AdamW with β₁ = 0.5.
         steps: updates of the head in an iteration; batch: samples, and as many references, in each.
         **towers: precision, batch_size, ... of `ClipTowers`; of DINO precision alone.
     """
