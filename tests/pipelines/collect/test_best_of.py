@@ -30,9 +30,9 @@ def _images(folder: Path, prompts: int = 3, each: int = 4) -> Path:
     return folder
 
 
-def _store(tmp_path: Path, **plan: int) -> VoteStore:
+def _store(tmp_path: Path) -> VoteStore:
     tasks = read_tasks([str(_images(tmp_path / "set"))], single=False, best_of=4)
-    return VoteStore.create(tmp_path / "v.sqlite", tasks, Form(), Plan(votes=0, gold_every=0, **plan))
+    return VoteStore.create(tmp_path / "v.sqlite", tasks, Form(), Plan(votes=0, gold_every=0, repeat_every=0))
 
 
 def _vote(store: VoteStore, name: str, number: int) -> None:
@@ -56,7 +56,7 @@ def test_groups_are_of_one_prompt_and_disjoint(tmp_path):
 
 def test_export_and_report(tmp_path):
     """Two of three voters choose image 3, one image 1: 3 wins by 2 : 1 over 1, by 2 : 0 and 1 : 0 over the others."""
-    with closing(_store(tmp_path, repeat_every=0)) as store:
+    with closing(_store(tmp_path)) as store:
         for name, number in (("Ada", 3), ("Bo", 3), ("Cy", 1)):
             _vote(store, name, number)
     run = CliRunner().invoke
@@ -87,7 +87,7 @@ def test_export_and_report(tmp_path):
 @pytest.mark.slow
 @in_browser
 def test_the_page_by_keys_and_pointer(tmp_path, browser):  # noqa: F811
-    with closing(_store(tmp_path, repeat_every=0)) as store, serving(vote_server(store)) as url:
+    with closing(_store(tmp_path)) as store, serving(vote_server(store)) as url:
         open_page(browser, url, 390, 844)
         type_name(browser, "Ada")
         assert browser.value("document.documentElement.scrollWidth") <= 390
