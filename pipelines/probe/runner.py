@@ -116,8 +116,9 @@ class ProbeRunner(ABC):
         for row in rows:
             samples = make(row)
             assert samples, "the unchanged samples always apply"
-            empty = [CompletionText("") if isinstance(s.image, str) else torch.ones_like(s.image) for s in samples]
-            images = [as_contract([s.image, *[blank] * white]) for s, blank in zip(samples, empty, strict=True)]
+            given: list[Any] = [sample.image for sample in samples]
+            empty: list[Any] = [CompletionText("") if isinstance(one, str) else torch.ones_like(one) for one in given]
+            images = [as_contract([one, *[blank] * white]) for one, blank in zip(given, empty, strict=True)]
             value, reason = self._call(images, [samples[0].prompt] * (1 + white), [row] * (1 + white), True)
             values.append(value[0])
             reasons.append(reason[0])
