@@ -51,6 +51,8 @@ def ppo_clip(
 
 def surrogate_inputs(log_ratio: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
     """Return the log-ratio in float32 or better, and the detached advantage in its shape and dtype."""
+    if log_ratio.ndim > 2:
+        raise ValueError(f"log_ratio must be [B] or [B, T]; got shape {tuple(log_ratio.shape)}.")
     check_advantage(advantage, log_ratio)
     value = float32(log_ratio)
     gain = advantage.detach().to(value.dtype)
