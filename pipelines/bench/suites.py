@@ -45,7 +45,7 @@ def read_suite(name: str) -> Suite:
     return Suite(**yaml.safe_load(suite_files()[name].read_text("utf-8")))
 
 
-def load_suite(text: str, limit: int | None = None) -> tuple[Suite, list[dict[str, Any]]]:
+def load_suite(text: str, limit: int | None = None) -> tuple[Suite, Sequence[Mapping[str, Any]]]:
     """Load NAME, NAME:FILE, or any set of prompts; of its records `limit`, evenly, since categories follow each other.
 
     >>> [record["prompt"] for record in load_suite("world", limit=2)[1]]

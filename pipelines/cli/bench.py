@@ -84,7 +84,7 @@ def bench(
         if lora and len(models) > 1:
             raise UserError(f"--lora belongs to one MODEL, and {len(models)} are named. Write MODEL,lora=PATH.")
         rule, records = (None, []) if images and suite is None else load_suite(suite or "world", limit)
-        names = list(dict.fromkeys([*(rule.rewards if rule else ()), *(reward or [])]))
+        names: list[str] = list(dict.fromkeys([*(rule.rewards if rule else ()), *(reward or [])]))
         if not names:
             raise UserError("Nothing scores the images: without the rule of a suite name a reward, such as -r hpsv3.")
         rules = [*(rule.options if rule else ()), *(options or [])]
