@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from visalign.data.sets.sources import load_source
+from visalign.data.sets.sources import load_preferences
 from visalign.errors import UserError
 from visalign.evaluation.rewards.pair_scores import from_scores
 from visalign.evaluation.rewards.preferences import evaluate_preferences
@@ -26,7 +26,7 @@ def row(name: str, right: str, wrong: str, subset: str = "Math") -> str:
 
 def report(folder: Path, *rows: str, limit: int | None = None) -> dict:
     (folder / "set.jsonl").write_text("\n".join(rows))
-    pairs = load_source(str(folder / "set.jsonl"), limit=limit)
+    pairs = load_preferences(folder / "set.jsonl", limit=limit)
     left, right = ([SCORES[getattr(p, f"image_{side}")[-1]] for p in pairs.pairs] for side in ("left", "right"))
     return evaluate_preferences(pairs, from_scores("judge", "", left, right))
 
