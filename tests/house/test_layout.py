@@ -33,6 +33,7 @@ LOOK_AGAIN_LINES = 500
 LOOK_AGAIN_FUNCTION = 60
 LOOKED_AT = {
     "visalign/training/text/rl.py:__init__": "a third is its arguments, and each part is built once",
+    "pipelines/cli/bench.py:bench": "an option a line, and the calls of two uses",
     "pipelines/cli/collect.py:collect": "an option a line, and the calls of four uses",
     "pipelines/cli/evaluate.py:evaluate": "an option a line, and one call",
     "pipelines/cli/sample.py:sample": "an option a line, and one call",
