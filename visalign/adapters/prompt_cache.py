@@ -7,7 +7,8 @@ import hashlib
 import inspect
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -72,27 +73,31 @@ class PromptCache(TensorCache):
 
         Of a prompt that is given several times only the first row is kept, and returned.
         """
-        encode, signature = pipe.encode_prompt, inspect.signature(pipe.encode_prompt)
+        pipe.encode_prompt = partial(self._answer, pipe, pipe.encode_prompt)
 
-        def cached(*args: Any, **kwargs: Any) -> Any:
-            arguments = dict(signature.bind(*args, **kwargs).arguments)
-            device = arguments.pop("device", None) or pipe._execution_device
-            try:
-                key = json.dumps(arguments, sort_keys=True)
-            except TypeError:  # embeddings that are encoded already
-                return encode(*args, **kwargs)
-            if (result := self.get(key)) is None:
-                if not text_encoders(pipe.components):
-                    raise FileNotFoundError(
-                        f"data.cache: {self.folder} has lost files, and the text encoders that would make them are "
-                        "not loaded. Delete the folder, and start or resume again: it is filled anew."
-                    )
-                several = len(arguments["prompt"]) > 1
-                result = recursively_apply(lambda tensor: tensor[: 1 if several else None], encode(*args, **kwargs))
-                self.put(key, result)
-            return send_to_device(result, device)
+    def _answer(self, pipe: Any, encode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        arguments = dict(inspect.signature(encode).bind(*args, **kwargs).arguments)
+        device = arguments.pop("device", None) or pipe._execution_device
+        try:
+            key = json.dumps(arguments, sort_keys=True)
+        except TypeError:  # embeddings that are encoded already
+            return encode(*args, **kwargs)
+        if (result := self.get(key)) is None:
+            if not text_encoders(pipe.components):
+                raise FileNotFoundError(
+                    f"data.cache: {self.folder} has lost files, and the text encoders that would make them are "
+                    "not loaded. Delete the folder, and start or resume again: it is filled anew."
+                )
+            several = len(arguments["prompt"]) > 1
+            result = recursively_apply(lambda tensor: tensor[: 1 if several else None], encode(*args, **kwargs))
+            self.put(key, result)
+        return send_to_device(result, device)
 
-        pipe.encode_prompt = cached
+
+def has_prompt_cache(pipe: Any) -> bool:
+    """Say whether a `PromptCache` answers for a pipeline's text encoders."""
+    encode = vars(pipe).get("encode_prompt")
+    return isinstance(encode, partial) and encode.func.__qualname__ == PromptCache._answer.__qualname__
 
 
 def text_encoders(parts: Mapping[str, Any]) -> list[str]:

@@ -308,6 +308,8 @@ def test_messages_of_model_folders(folders, tmp_path):
         SD3Policy.from_pretrained("nobody/nothing")
     with pytest.raises(UserError, match=r"got a StableDiffusion3Pipeline without vae; it needs"):
         SD3Policy.from_pretrained(copy("null_vae", vae=[None, None]))
+    with pytest.raises(UserError, match=r"has only text_encoder_3 of T5's text_encoder_3, tokenizer_3\. Save"):
+        SD3Policy.from_pretrained(copy("half_t5", text_encoder_3=["transformers", "T5EncoderModel"]))
     with pytest.raises(UserError, match="is a StableDiffusionPipeline; the SD3 adapter loads a Stable"):
         SD3Policy.from_pretrained(copy("sd1", _class_name=StableDiffusionPipeline.__name__))
 

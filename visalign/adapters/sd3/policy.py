@@ -27,7 +27,7 @@ from visalign.adapters.pipeline.families import SD3_ATTENTION
 from visalign.adapters.pipeline.loading import load_pipeline
 from visalign.adapters.pipeline.lora import LoraPaths, add_lora, start_from_loras
 from visalign.adapters.pipeline.quantization import quantization_of
-from visalign.adapters.prompt_cache import PromptCache
+from visalign.adapters.prompt_cache import PromptCache, has_prompt_cache
 from visalign.adapters.single_file import model_source
 from visalign.adapters.speed import gradient_mode
 from visalign.adapters.weights import TrainedWeights
@@ -68,7 +68,7 @@ class SD3Policy(DiffusersPolicy):
         decode_batch: int = 32,
     ) -> None:
         # a cache of prompts may stand in for the text encoders
-        needed = [part for part in REQUIRED_PARTS if "encode_prompt" not in vars(pipe) or "encoder" not in part]
+        needed = [part for part in REQUIRED_PARTS if not has_prompt_cache(pipe) or "encoder" not in part]
         missing = [part for part in needed if getattr(pipe, part, None) is None]
         if not isinstance(pipe, StableDiffusion3Pipeline) or missing:
             raise UserError(
@@ -135,8 +135,13 @@ class SD3Policy(DiffusersPolicy):
                 f"{folder_or_id} is a {class_name}; the SD3 adapter loads a {StableDiffusion3Pipeline.__name__}. Name "
                 "another adapter (model.adapter)."
             )
-        has_t5 = all((index.get(part) or [None])[0] is not None for part in T5_PARTS)
-        absent = () if use_t5 and has_t5 else T5_PARTS
+        parts_of_t5 = [part for part in T5_PARTS if (index.get(part) or [None])[0] is not None]
+        if use_t5 and 0 < len(parts_of_t5) < len(T5_PARTS):
+            raise UserError(
+                f"{folder_or_id} has only {', '.join(parts_of_t5)} of T5's {', '.join(T5_PARTS)}. Save the pipeline "
+                "again, or leave T5 out by model.use_t5=false."
+            )
+        absent = () if use_t5 and parts_of_t5 else T5_PARTS
         parts: dict[str, Any] = {"variant": variant, "absent": absent, "offload": offload, **quantized}
         parts["prompt_cache"] = prompt_cache
         pipe = load_pipeline(source, index, {"default": dtype}, device, **parts)

@@ -12,6 +12,7 @@ from diffusers import StableDiffusion3Pipeline
 from torch import Tensor
 
 from visalign.adapters.offload import ENCODERS, on_device
+from visalign.adapters.prompt_cache import has_prompt_cache
 
 from .joint_attention import collapse_null_tokens
 
@@ -52,7 +53,7 @@ class SD3TextEncoders:
         rows = {prompt: row for row, prompt in enumerate(dict.fromkeys(prompts))}
         unique = list(rows)
         with on_device(self._pipe, ENCODERS, self._pipe.transformer.device):
-            if "encode_prompt" in vars(self._pipe):  # a `PromptCache`, which has each prompt by itself
+            if has_prompt_cache(self._pipe):  # which has each prompt by itself
                 # a batch of one or two is rounded otherwise than a larger one
                 chunks = [[rows[:1] for rows in self._encode([prompt] * 3)] for prompt in unique]
             else:
