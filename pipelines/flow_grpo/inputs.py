@@ -87,11 +87,13 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
     rewards: dict[str, Any] = {
         label: judge
         for label, judge in pointwise_only(judges, needed=evaluation.rewards).items()
-        if not judge.capabilities.needs_group and not terms[label].references
+        if not judge.capabilities.needs_group
+        and not terms[label].references
+        and (label in config.rewarded or not judge.capabilities.discriminators)
     }
-    if of_sets := [label for label in evaluation.rewards if label not in rewards]:
+    if unscored := [label for label in evaluation.rewards if label not in rewards]:
         raise UserError(
-            f"evaluation.rewards names {', '.join(of_sets)}, which judges sets of a training and no held-out "
+            f"evaluation.rewards names {', '.join(unscored)}, which needs a training's samples and scores no held-out "
             "image. Name it in rewards.terms only."
         )
     if config.learns_unrewarded:

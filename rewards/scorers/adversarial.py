@@ -82,7 +82,7 @@ class Adversarial:
         model: str | Path = "shapes-clip",
         *,
         loss: str = "hinge",
-        lr: float = 1e-3,
+        lr: float = 1e-4,
         steps: int = 10,
         batch: int = 64,
         device: str | torch.device = "cpu",
@@ -95,7 +95,7 @@ class Adversarial:
         self.loss, self.lr, self.steps, self.batch = loss, float(lr), steps, batch
         options = {"model": model, "device": device, **towers}
         self._tower: Any = DinoTokens if _is_dino(model) else ClipTowers
-        check_options(self.name, self._tower, options)
+        check_options(f"{self.name}'s tower", self._tower, options)
         self._tower = self._tower(**options)
         is_world = references == CAPTIONED
         self._references: list[Any] = (

@@ -141,7 +141,7 @@ ARMS: dict[str, tuple[str, list[str]]] = {
     "score, one deviation": ("Score", [BATCH]),
     "adversarial": (
         "Score",
-        [MIXED, "rewards.terms.adversarial={weight: 0.5, options: {references: 'shapes:images', lr: 1.0e-4}}"],
+        [MIXED, "rewards.terms.adversarial={weight: 0.5, options: {references: 'shapes:images'}}"],
     ),
     "artefact": ("Score", [MIXED]),
 }

@@ -12,6 +12,10 @@ import torch
 from torchvision.utils import save_image
 
 from tests.support.models.clip import save_tiny_clip
+from visalign.config import load_config, resolve_config
+from visalign.errors import UserError
+from visalign.pipelines.flow_grpo.inputs import prepare
+from visalign.pipelines.flow_grpo.job import FlowGRPOConfig
 from visalign.rewards import RewardError, WeightedSum, load_reward
 from visalign.rewards.scorers.adversarial import Adversarial, discriminator_loss
 
@@ -89,12 +93,20 @@ def test_a_head_learns_to_prefer_references_to_samples(towers, references, tower
         ({"loss": "wgan"}, "loss is 'wgan'; allowed are hinge, bce"),
         ({"steps": 0}, "steps is 0; allowed are whole numbers from 1"),
         ({"lr": 3}, "lr is 3; allowed are numbers between 0 and 1"),
-        ({"batchsize": 3}, "batchsize"),
+        ({"batchsize": 3}, "adversarial's tower.*'batchsize'"),
     ],
 )
 def test_options_are_refused_by_name(references, options: dict[str, Any], message: str) -> None:
     with pytest.raises((RewardError, ValueError), match=message):
         Adversarial(**{"references": references, **options})
+
+
+def test_no_held_out_image_is_scored_by_a_discriminator(references) -> None:
+    term = f"evaluation.rewards={{real: {{name: adversarial, options: {{references: {references}}}}}}}"
+    overrides = [term, "evaluation.correctness=null"]
+    config = load_config(FlowGRPOConfig, resolve_config("shapes_quickstart"), overrides)
+    with pytest.raises(UserError, match=r"evaluation\.rewards names real, which needs a training's samples"):
+        prepare(config, 1)
 
 
 def test_an_unreadable_reference_is_named(towers, tmp_path: Path) -> None:

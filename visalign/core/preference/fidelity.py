@@ -150,9 +150,9 @@ def fidelity_rewards(
 def rating_distribution(mean: Tensor, std: Tensor, scores: Tensor) -> Tensor:
     """Probabilities [B, K] of ascending scores [K] for a rating X ~ N(mean, std²) [B], cut to the scale.
 
-    p_k = E h_k(X) with h_k the tent that is 1 at s_k and 0 at its neighbours, so Σ p_k s_k = E X exactly; without
-    spread X is shared by two neighbours. DeQA-Score (arXiv 2501.11561) takes X's mass in cells and then shifts the
-    mean back; Z-Reward (arXiv 2606.09076) distils such distributions from a larger judge.
+    p_k = E h_k(X) with h_k the tent that is 1 at s_k and 0 at its neighbours, so Σ p_k s_k = E X exactly; near an end
+    that is not `mean`. Without spread X is shared by two neighbours. DeQA-Score (arXiv 2501.11561) takes X's mass in
+    cells and then shifts the mean back; Z-Reward (arXiv 2606.09076) distils such distributions from a larger judge.
     """
     check_axes(mean=(mean, "B"), std=(std, "B"), scores=(scores, "K"))
     gap, std = mean[:, None] - scores, std[:, None].clamp(min=1e-6)
