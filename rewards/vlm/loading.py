@@ -153,6 +153,8 @@ def load_processor(folder: Path) -> Any:
     reason = ""
     try:
         processor: Any = AutoProcessor.from_pretrained(str(folder), trust_remote_code=False)
+    except ImportError as error:  # SmolVLM's needs num2words
+        raise RewardError(f"The processor of {folder} lacks a package: {error}") from error
     except LOADING_ERRORS as error:
         processor, reason = None, f" ({error})"
     if not isinstance(processor, ProcessorMixin):

@@ -31,6 +31,11 @@ def image_encoder(model: Any, processor: Any, **changes: Any) -> ImageEncoder:
         except ValueError as error:
             raise RewardError(str(error)) from error
     if kind in TILES and hasattr(processor, "image_processor"):
+        if unread := [name for name in ("min_pixels", "max_pixels") if changes.get(name) is not None]:
+            raise RewardError(
+                f"{' and '.join(unread)} are of Qwen-VL; a model of type {kind!r} cuts images into tiles as its "
+                "processor says. Leave them out."
+            )
         return TILES[kind](processor)
     raise RewardError(
         f"A {type(model).__name__} ({kind!r}) with a {type(processor).__name__} is no vision-language judge; supported"

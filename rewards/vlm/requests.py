@@ -116,9 +116,12 @@ class SplitEncoder(TileEncoder):
         split = self._images(images=[levels], return_row_col_info=True, input_data_format="channels_first")
         text = self._processor.replace_image_token(split, 0)
         ids = tuple(self._processor.tokenizer(text, add_special_tokens=False)["input_ids"])
-        rows, columns = split["rows"][0][0], split["cols"][0][0]
-        count = ids.count(self._processor.image_token_id)
-        return SeenImage(_digest(pixels), (rows * columns + 1, 1, 1), count, pixels, ids)
+        tiles, count = split["rows"][0][0] * split["cols"][0][0] + 1, ids.count(self._processor.image_token_id)
+        if count != (needed := tiles * self._processor.image_seq_len):
+            raise RewardError(
+                f"The tokenizer gives {tiles} tiles {count} image tokens; needed are {needed}. Take the original's."
+            )
+        return SeenImage(_digest(pixels), (tiles, 1, 1), count, pixels, ids)
 
     def features(self, trunk: Any, images: Sequence[SeenImage]) -> list[ImageFeatures]:
         device = trunk.get_input_embeddings().weight.device

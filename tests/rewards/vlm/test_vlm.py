@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.smolvlm import processing_smolvlm
 
 from tests.support.judges.vision_language import KINDS, ONE, TWO, noise, own_logits, tiny_judge
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.vlm.engine import Query
+from visalign.rewards.vlm.loading import load_processor
 
 PROMPTS = ("a cat", "a dog with a hat", "x", "two red {circles} in {0}")
 
@@ -175,6 +177,13 @@ def test_what_cannot_be_judged_is_a_row_with_its_reason() -> None:
     assert torch.equal(reply.logits[0], reply.logits[3]) and reply.logits[0].isfinite().all()
 
 
+def test_a_processor_without_its_package_is_refused(tmp_path, monkeypatch) -> None:
+    tiny_judge("smolvlm").processor.save_pretrained(tmp_path)
+    monkeypatch.setattr(processing_smolvlm, "num2words", None)
+    with pytest.raises(RewardError, match=r"lacks a package: .*num2words"):
+        load_processor(tmp_path)
+
+
 def test_wrong_requests_are_refused_by_message() -> None:
     judge = tiny_judge()
     with pytest.raises(RewardError, match="'two' has 2 images, and got 1"):
@@ -185,6 +194,14 @@ def test_wrong_requests_are_refused_by_message() -> None:
         judge.hidden(ONE, [Query(images=[noise(8, 8)], prompt="a")], at="<|Reward|>")
     with pytest.raises(RewardError, match="positions is '3d'; allowed are 'mrope' and '1d'"):
         tiny_judge(positions="3d")
+    with pytest.raises(
+        RewardError, match="max_pixels are of Qwen-VL; a model of type 'smolvlm' cuts images into tiles"
+    ):
+        tiny_judge("smolvlm", max_pixels=999)
+    split = tiny_judge("smolvlm")
+    split.processor.image_token = "<image>"  # which its tokenizer lacks
+    with pytest.raises(RewardError, match="gives 1 tiles 0 image tokens; needed are 4"):
+        split.hidden(ONE, [Query(images=[noise(8, 8)], prompt="a")])
     judge.processor.chat_template = None
     judge.rows.refresh()
     with pytest.raises(RewardError, match="no chat template"):
