@@ -156,20 +156,23 @@ def _from_files(
 
 
 def file_pairs(
-    pairs: PreferenceSet, *, weights: Sequence[float] | None = None, triples_in: Path | None = None
+    pairs: PreferenceSet,
+    *,
+    weights: Sequence[float] | None = None,
+    triples_in: Path | None = None,
+    with_iteration: bool = False,
 ) -> Examples:
-    """Pairs of a checked preference set; an `image_refined` in the folder `triples_in` wins over the better one."""
+    """Pairs of a checked preference set; an `image_refined` in the folder `triples_in` wins over the better one.
+
+    `with_iteration` reads the column iteration, as a number or a text of one.
+    """
     rows, labels, refined = [], [], []
     for number, pair in enumerate(pairs.pairs):
         where = f"row {pairs.row(number)} of '{pairs.name}'"
         rows.append(Row(where, pair.prompt, (pair.image_left, pair.image_right)))
         truth = pair.label if pair.label == 0.5 else float(pair.label > 0.5)
         weight = 1.0 if weights is None else weights[number]
-        step = pair.extra.get("iteration", 0.0)
-        if not (isinstance(step, int | float) and 0 <= step <= 1):
-            raise UserError(
-                f"{where} has iteration {excerpt(step)}; needed is a number from 0 (before RL) to 1 (its end)."
-            )
+        step = _iteration(pair.extra.get("iteration", 0.0), where) if with_iteration else 0.0
         values = {"label": pair.label, "truth": truth, "votes": pair.votes, "weight": weight}
         labels.append(Example(prompt=pair.prompt, iteration=step, **values))
         if triples_in is not None and pair.label != 0.5 and pair.extra.get("image_refined"):
@@ -179,6 +182,19 @@ def file_pairs(
     rows += [row for row, _ in refined]
     labels += [label for _, label in refined]
     return _from_files(rows, labels, (pair.to_row() for pair in pairs.pairs))
+
+
+def _iteration(value: Any, where: str) -> float:
+    """Read an iteration; tables of text hold numbers as text."""
+    try:
+        step = float(value)
+    except (TypeError, ValueError):
+        step = math.nan
+    if not 0 <= step <= 1:
+        raise UserError(
+            f"{where} has iteration {excerpt(value)}; needed is a number from 0 (before RL) to 1 (its end)."
+        )
+    return step
 
 
 def file_triples(pairs: PreferenceSet, folder: Path) -> Examples:

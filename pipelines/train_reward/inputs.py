@@ -31,7 +31,7 @@ from visalign.pipelines.shared.parts import check_images, name_key
 from visalign.pipelines.shared.run_folder import fingerprint
 from visalign.rewards.questions.checklist import Checklist
 
-from .config import ChecklistModel, OffPolicyConfig, TrainRewardConfig
+from .config import ChecklistModel, Hpsv3Model, OffPolicyConfig, TrainRewardConfig
 from .examples import (
     Examples,
     file_answers,
@@ -162,8 +162,11 @@ def _pairs(config: TrainRewardConfig, pairs: PreferenceSet, side: str, notes: li
     _refuse_contradictions(pairs)
     pairs, summed = summed_votes(without_duplicates(pairs))
     notes += [f"data.{side}: {finding.message}" for finding in (*findings, *summed)]
+    reads_iteration = isinstance(config.model, Hpsv3Model) and config.model.condition is not None
+    if not reads_iteration and any("iteration" in pair.extra for pair in pairs.pairs):
+        notes.append(f"data.{side} has the column iteration: only hpsv3 with model.condition reads it.")
     if side == "heldout":
-        return file_pairs(pairs)
+        return file_pairs(pairs, with_iteration=reads_iteration)
     if config.reads == "triples":
         return file_triples(pairs, Path(config.data.train).parent)
     triples_in = Path(config.data.train).parent if config.objective.task == "hp" else None
@@ -172,7 +175,7 @@ def _pairs(config: TrainRewardConfig, pairs: PreferenceSet, side: str, notes: li
         notes.append(f"data.train has the column image_refined: {reading}.")
     settings = config.data.off_policy
     weights = settings and _off_policy_weights(pairs, settings, notes)
-    return file_pairs(pairs, weights=weights, triples_in=triples_in)
+    return file_pairs(pairs, weights=weights, triples_in=triples_in, with_iteration=reads_iteration)
 
 
 def _off_policy_weights(pairs: PreferenceSet, settings: OffPolicyConfig, notes: list[str]) -> list[float]:

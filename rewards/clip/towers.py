@@ -278,6 +278,7 @@ class ClipJudge:
 class ClipHeadJudge(ClipJudge):
     """Judge of images alone by a head on their embeddings: subclasses define `rate`."""
 
+    capabilities = RewardCapabilities(needs_prompt=False, takes_gpu_images=True)
     rate: Callable[[Tensor], Tensor]
     """Map embeddings [n, D] float32 on the CPU, not normalised, to scores [n], differentiably."""
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from visalign.core.preference.fidelity import FLOOR
-from visalign.interfaces import Metadata, Preferences, Scores
+from visalign.interfaces import Metadata, Preferences, RewardCapabilities, Scores
 from visalign.rewards.base.contract import RewardError, check_choices, check_rules, read_request, scatter_scores
 from visalign.rewards.pairs.as_pairwise import PairsFromScores
 from visalign.rewards.reading.numbers import AnswerError
@@ -78,6 +78,7 @@ class VisualQuality(EngineJudge):
     unit = "rating from 1 to 5"
     range = (LOW, HIGH)
     higher_is_better = True
+    capabilities = RewardCapabilities(needs_prompt=False)
 
     def __init__(
         self,

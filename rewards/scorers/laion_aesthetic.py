@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from visalign.interfaces import RewardCapabilities
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.identity import Identity, fingerprint
 from visalign.rewards.clip.loading import TRANSFORMERS
@@ -46,7 +45,6 @@ class LaionAesthetic(ClipHeadJudge):
     """
 
     name = "laion_aesthetic"
-    capabilities = RewardCapabilities(needs_prompt=False, takes_gpu_images=True)
     unit = "rating 1-10"
     range = INFINITE
 

@@ -21,6 +21,7 @@ from visalign.core.preference.ict import hp_loss, ict_hp_loss
 from visalign.data.sets.trained_images import trained_images
 from visalign.data.shapes.preferences import ShapesPreferences
 from visalign.errors import UserError
+from visalign.interfaces import with_capabilities
 from visalign.pipelines.train_reward.examples import shapes_pairs, shapes_ratings, shapes_triples
 from visalign.pipelines.train_reward.inputs import prepare_reward
 from visalign.pipelines.train_reward.job import TrainRewardConfig, build_judge, plan, run
@@ -154,6 +155,7 @@ def test_the_saved_judge_scores_as_the_trained_one(models, tmp_path, kind, train
     folder.mkdir()
     judge.save(folder)
     reader, prompts = _read(kind, folder), [example.prompt for example in examples]
+    assert with_capabilities(reader).capabilities.needs_prompt == (kind not in ("hp", "artefact", "rating"))
     if kind in ("yes_no", "pair", "checklist"):
         reader._read.min_mass = 0.0  # a random model says anything
     if kind == "rating":
@@ -173,7 +175,7 @@ def test_the_saved_judge_scores_as_the_trained_one(models, tmp_path, kind, train
 
 
 def test_a_conditioned_judge_is_read_at_the_iteration_of_a_run(models, tmp_path):
-    rows = [{**row, "iteration": 0.5} for row in _pairs("c", 3)]
+    rows = [{**row, "iteration": step} for row, step in zip(_pairs("c", 3), (0.5, "0.5", 0.5), strict=True)]
     data = {"train": _set(tmp_path, "t.jsonl", rows), "heldout": None, "size": None}
     config = _config(models, "hpsv3", "lora", "uncertainty", model={"condition": 4}, data=data)
     judge: Any = build_judge(config, torch.device("cpu"))
@@ -205,7 +207,9 @@ def test_a_conditioned_judge_is_read_at_the_iteration_of_a_run(models, tmp_path)
     assert reward.at(90).iteration == 1 and reward.at(2).identity != reward.identity
     with pytest.raises(UserError, match=r"row 1 .* has iteration 40; needed is a number from 0"):
         data = {**data, "train": _set(tmp_path, "o.jsonl", [{**row, "iteration": 40} for row in rows])}
-        prepare_reward(_config(models, "hpsv3", data=data))
+        prepare_reward(_config(models, "hpsv3", "lora", "uncertainty", model={"condition": 4}, data=data))
+    unread = prepare_reward(_config(models, "hpsv3", data=data))
+    assert any("only hpsv3 with model.condition reads it" in note for note in unread.notes)
     with pytest.raises(RewardError, match=r"the head of 'shapes-hpsv3' takes no iteration.*model\.condition=256"):
         HPSv3("shapes-hpsv3", ramp=3).score(images, prompts)
 
