@@ -173,7 +173,9 @@ def _build(config: TextProcessConfig, output: Path) -> JudgeRun:
     parameters, model, save, tokenize = load(config, accelerator)
     texts, heldout = tokenize(trained), tokenize(measured) if measured else None
     if not texts.rows:
-        raise UserError(f"data.train: none of the {len(trained)} records has a step and a finite reward or label.")
+        cut = "" if config.data.cut is None else " left by data.cut; raise its lengths"
+        need = f"a step and a finite reward or label{cut}"
+        raise UserError(f"data.train: none of the {len(trained)} records has {need}.")
     fit = LabelFit(
         parameters,
         FitSettings(batch_size=config.data.batch, seed=config.seed),

@@ -23,7 +23,7 @@ from visalign.rewards.text.format import TextFormat
 from visalign.rewards.text.verifiable import VerifiableAnswer
 from visalign.training.loop.metrics import METRICS, check_keys
 from visalign.training.policy.update import bundle_index
-from visalign.training.text.settings import FiltrationSettings
+from visalign.training.text.settings import FiltrationSettings, TextObjectiveSettings
 from visalign.training.text.trajectories import answer_label, check_answers
 
 TRUNCATE = {"level": "token", "mode": "truncate", "high": 5.0}
@@ -238,6 +238,13 @@ def test_filtered_completions_are_drawn_by_their_rewards(updates, tmp_path):
     assert set(reward[drawn].tolist()) <= {float(reward.min()), float(reward.max())}
     check_resume(partial(toy_text_trainer, objective=objective), tmp_path / "resumed", 1, 2)
     assert len(FiltrationSettings().draw(torch.full((3,), math.nan), 0)) == 3
+
+
+def test_what_does_not_go_with_drawn_completions_is_refused():
+    with pytest.raises(UserError, match="weight_pow is 3, and reweight_method=max_min does not read it"):
+        FiltrationSettings(reweight_method="max_min", weight_pow=3)
+    with pytest.raises(UserError, match=r"online_dpo does not read objective\.pf_ppo, whose draw parts its pairs"):
+        TextObjectiveSettings(algorithm="online_dpo", pf_ppo=FiltrationSettings())
 
 
 def test_the_penalty_of_ppo_kl_follows_its_target(tmp_path):

@@ -117,7 +117,9 @@ def _notes(report: dict[str, Any]) -> list[str]:
     counts, headline = report["counts"], report["agreement"][HEADLINE]["micro"]
     notes = []
     if report["ties"] is not None:
-        notes.append("RewardBench 2: {:.3f} on {} questions with several right answers.".format(*report["ties"]))
+        notes.append(
+            "RewardBench 2: {:.3f} for questions with several right answers ({} of them).".format(*report["ties"])
+        )
     if counts["failed"]:
         share = counts["failed"] / counts["pairs"]
         notes.append(f"{counts['failed']} of {counts['pairs']} pairs ({share:.1%}) have no score; they count nowhere.")

@@ -238,6 +238,11 @@ class FiltrationSettings:
     weight_pow: Positive = 2.0
     """Exponent of pow."""
 
+    def __post_init__(self) -> None:
+        if self.reweight_method != "pow" and self.weight_pow != 2:
+            unread = f"weight_pow is {self.weight_pow:g}, and reweight_method={self.reweight_method} does not read it"
+            raise UserError(f"objective.pf_ppo: {unread}. Take reweight_method=pow, or leave weight_pow out.")
+
     def draw(self, reward: Tensor, seed: int) -> Tensor:
         """Draw B of the samples of rewards [B]."""
         weights = filtration_weights(reward, method=self.reweight_method, power=self.weight_pow)
@@ -276,9 +281,10 @@ class TextObjectiveSettings(ObjectiveSettings):
             "metric of canon": self.metric is None or objective.advantage == "canon",
             "kl_threshold of safe": self.kl_threshold is None or self.algorithm == "safe",
             "target_kl of ppo_kl": self.target_kl is None or objective.surrogate == "ppo_kl",
+            "pf_ppo, whose draw parts its pairs": self.pf_ppo is None or objective.advantage != "online_dpo",
         }
         if unread := next((name for name, is_read in read.items() if not is_read), None):
             raise UserError(
-                f"objective.algorithm={self.algorithm} does not read objective.{unread}. Take that algorithm, or "
+                f"objective.algorithm={self.algorithm} does not read objective.{unread}. Take one that does, or "
                 "leave it out."
             )
