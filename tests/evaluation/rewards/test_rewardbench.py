@@ -40,7 +40,7 @@ def test_rows_become_questions_of_several_answers(tmp_path):
     assert safety["pairs"] == 0 and safety["accuracy"]["estimate"] is None
     gap, spread = 2.0, 1.0  # of both questions; the third has no score
     assert result["ties"] == (pytest.approx(1 + 0.01 * math.tanh(gap / spread - 1)), 1)
-    assert "1.008 on 1 questions" in result["notes"][0]
+    assert "1.008 for questions with several right answers (1 of them)" in result["notes"][0]
     cut = report(tmp_path, *ties, row("9", "a", "bc"), limit=6)
     assert cut["ties"][1] == 1 and cut["slices"]["best_of_n"][0]["pairs"] == 0, "one pair of the last row is missing"
 

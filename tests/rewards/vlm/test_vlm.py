@@ -200,7 +200,7 @@ def test_wrong_requests_are_refused_by_message() -> None:
         tiny_judge("smolvlm", max_pixels=999)
     split = tiny_judge("smolvlm")
     split.processor.image_token = "<image>"  # which its tokenizer lacks
-    with pytest.raises(RewardError, match="gives 1 tiles 0 image tokens; needed are 4"):
+    with pytest.raises(RewardError, match="gives 5 tiles 0 image tokens; needed are 20"):
         split.hidden(ONE, [Query(images=[noise(8, 8)], prompt="a")])
     judge.processor.chat_template = None
     judge.rows.refresh()
