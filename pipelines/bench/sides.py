@@ -15,6 +15,7 @@ from torch import Tensor
 
 from visalign.adapters.model_folder import INDEX
 from visalign.adapters.pipeline.lora_files import lora_file, parse_lora
+from visalign.data.assets import resolve_model
 from visalign.data.sets.image_references import resolve_image
 from visalign.errors import UserError, excerpt
 from visalign.evaluation.heldout.correctness import Tally, record_tags
@@ -30,6 +31,7 @@ from visalign.rewards.base.images import to_pil
 
 Parts = Iterable[slice]
 Record = Mapping[str, Any]
+DRAWING = ("adapter", "steps", "solver", "timestep_schedule", "dtype")  # Settings of `SampleSettings` that a MODEL has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,30 +49,38 @@ def model_side(
 ) -> Side:
     """Parse MODEL[,NAME=VALUE ...], whose images go into the folder; a run's folder is the model that it trained.
 
-    The options are `name` for the tables, those of `SampleSettings`, and those of the model, such as guidance.
+    The options are `name` for the tables, `lora`, those of `DRAWING`, and those of the model, such as guidance.
     """
     path, *items = re.split(r",(?=[A-Za-z_]+=)", text)
-    options = common | parse_options(items, f"'{text}'")
+    options = parse_options(items, f"'{text}'")
     label = str(options.pop("name", text.replace(",", ", ")))
     run, lora = Path(path), [*filter(None, [options.pop("lora", None)])]
     if (run / "config.yaml").is_file() and not (run / INDEX).is_file():
         if not (run / "lora").is_dir() and not (run / "model").is_dir():
             raise UserError(f"'{path}' is a run without a result: it has no folder lora or model. Let it end first.")
-        is_lora = (run / "lora").is_dir()
-        path, lora = (str(model_of(run)[0]), [path, *lora]) if is_lora else (str(run / "model"), lora)
-    known = {name: options.pop(name) for name in [*options] if name in SampleSettings.__dataclass_fields__}
-    settings = SampleSettings(model=path, lora=lora, seeds=seeds, options=options, **known).with_own_sampling()
+        if (run / "lora").is_dir():
+            lora, (base, config) = [path, *lora], model_of(run)
+            path, options = str(base), {**({} if config is None else {"config": config}), **options}
+        else:
+            path = str(run / "model")
+    drawing = common | {name: options.pop(name) for name in DRAWING if name in options}
+    if unused := [name for name in options if name in SampleSettings.__dataclass_fields__]:
+        raise UserError(
+            f"'{text}': {unused[0]} is no option of one MODEL; seeds, --batch-size and --device hold for all, and a "
+            f"bench takes each draw as it is. Allowed: name, lora, {', '.join(DRAWING)}, and those of the model."
+        )
+    settings = SampleSettings(model=path, lora=lora, seeds=seeds, options=options, **drawing).with_own_sampling()
     images = folder / (re.sub(r"[^\w.-]+", "-", label).strip("-.") or "model")
     rows = [
         ImageRow(image=str(images / f"{number:04d}_{seed}.png"), prompt=record["prompt"], metadata=record, seed=seed)
         for number, record in enumerate(records)
         for seed in seeds
     ]
-    facts = {name: getattr(settings, name) for name in ("model", "lora", "steps", "dtype", "solver", "options")}
-    weights = [str(f) for part in (settings.model, *lora) for f in sorted(Path(part).rglob("*.safetensors"))]
-    facts["files"] = score_key(weights, "", None)
-    for name in lora:
-        lora_file(parse_lora(name)[0])  # a missing one is refused before others have drawn for hours
+    facts = {name: getattr(settings, name) for name in ("model", "lora", *DRAWING, "options")}
+    base = Path(resolve_model(path))
+    weights = [base] if base.is_file() else sorted(base.rglob("*.safetensors"))
+    weights += [lora_file(parse_lora(name)[0]) for name in lora]  # a missing one is refused before others have drawn
+    facts["files"] = score_key([*map(str, weights)], "", None)
 
     def score(parts: Parts) -> Iterator[HeldoutResult]:
         policy = None

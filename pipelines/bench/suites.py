@@ -59,6 +59,8 @@ def load_suite(text: str, limit: int | None = None) -> tuple[Suite, Sequence[Map
                 f"The prompts of suite {name} are not part of visalign (licence: {suite.licence}). Get them from "
                 f"{suite.source}, and write --suite {name}:FILE."
             )
+        if suite.prompts is not None and file:
+            raise UserError(f"The prompts of suite {name} are packaged. Write --suite {name}, without :{file}.")
     elif is_prompt_source(text):
         suite, file = Suite(title=text, source=text), text
     else:

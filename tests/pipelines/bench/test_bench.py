@@ -8,6 +8,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from tests.support.evaluation_samples import make_result
 from tests.support.models.sd3 import build_tiny_sd3
 from visalign.errors import UserError
 from visalign.evaluation.heldout.images import evaluate
+from visalign.evaluation.pages.bench_page import file_tables
 from visalign.interfaces import Metadata
 from visalign.pipelines.bench import sides
 from visalign.pipelines.bench.result import bench_record
@@ -143,6 +145,10 @@ def test_win_rates_by_hand() -> None:
     assert pair["p_value"] == 0.75  # D = 2, −1, 1: |Σ ±D| ≥ 2 for 6 of 8 signs
     assert record["models"][1]["numbers"]["cost"]["failed"] == 1
     assert record["differences"][0]["samples"][0]["row"] in (0, 1, 3, 4)
+    numbers = record["models"][0]["numbers"]["cost"]
+    numbers["by_category"]["all"] = numbers["by_category"].pop("x")  # a category may have any name
+    scores, _ = file_tables(record)
+    assert [row[2:] for row in scores.rows[:2]] == [["all", (3.5, *scores.rows[0][3][1:]), 0], ["y", ANY, None]]
 
 
 DPG = "item_id,text,proposition_id,dependency,question_natural_language\n"
@@ -191,6 +197,9 @@ def test_packaged_suites() -> None:
         (["shapes-sd3", "shapes-sd15", "--lora", "runs/a"], "Write MODEL,lora=PATH"),
         (["shapes-sd3,steps=2", "shapes-sd3,steps=2"], "Two have one name"),
         (["shapes-sd3,stepz=2", "--limit", "1"], "stepz"),
+        (["shapes-sd3,seeds=3"], "'shapes-sd3,seeds=3': seeds is no option of one MODEL"),
+        (["shapes-sd3,best_of=4"], "best_of is no option of one MODEL"),
+        (["shapes-sd3", "--suite", "partiprompts:p.tsv"], "The prompts of suite partiprompts are packaged"),
         (["--images", "a", "b", "--steps", "3", "-r", "sharpness"], "--images draws nothing"),
         (["no-such-model", "--limit", "1"], "no-such-model"),
     ],
@@ -216,5 +225,11 @@ def test_a_run_is_the_model_that_it_trained(tmp_path: Path) -> None:
         sides.model_side(str(tmp_path), [], [0], tmp_path, {})
     (tmp_path / "lora" / "pytorch_lora_weights.safetensors").touch()
     side = sides.model_side(f"{tmp_path},steps=4", [{"prompt": "a"}], [0, 1], tmp_path, {}, batch_size=2)
+    (tmp_path / "lora" / "pytorch_lora_weights.safetensors").write_bytes(b"trained on")
+    later = sides.model_side(f"shapes-sd3,lora={tmp_path}:0.5", [{"prompt": "a"}], [0], tmp_path, {})
+    assert len({side.facts["files"], later.facts["files"]}) == 2
+    (tmp_path / "config.yaml").write_text("model: {path: a.safetensors, config: shapes-sd3}\n")
+    with pytest.raises(UserError, match=r"model\.config is for a model of one file, and a\.safetensors"):  # passed on
+        sides.model_side(str(tmp_path), [{"prompt": "a"}], [0], tmp_path, {})
     assert (side.facts["model"], side.facts["lora"], side.facts["steps"]) == ("shapes-sd3", [str(tmp_path)], 4)
     assert [Path(row.image).name for row in side.rows] == ["0000_0.png", "0000_1.png"]

@@ -59,16 +59,16 @@ def file_tables(result: Mapping[str, Any]) -> list[FileTable]:
         return tuple((interval or {}).get(name) for name in ("estimate", "low", "high"))
 
     scores = [
-        [model["label"], name, tag, cell(mean), numbers["failed"] if tag == "all" else None]
+        [model["label"], name, tag, cell(mean), mean.get("failed")]
         for model in result["models"]
         for name, numbers in model["numbers"].items()
-        for tag, mean in {"all": numbers, **numbers["by_category"]}.items()
+        for tag, mean in [("all", numbers), *numbers["by_category"].items()]
     ]
     rates = [
         [pair["first"], pair["second"], pair["measure"], tag, cell(rate)]
-        + ([cell(pair["change"]), pair["p_holm"]] if tag == "all" else [cell(None), None])
+        + ([cell(pair["change"]), pair["p_holm"]] if rate is pair["win_rate"] else [cell(None), None])
         for pair in result["pairs"]
-        for tag, rate in {"all": pair["win_rate"], **pair["by_category"]}.items()
+        for tag, rate in [("all", pair["win_rate"]), *pair["by_category"].items()]
     ]
     columns = ("first", "second", "measure", "category", "win_rate_of_second", "change", "p_holm")
     return [
