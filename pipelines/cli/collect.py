@@ -87,8 +87,8 @@ def collect(
     if form != "set" and (export is None or model):
         raise UserError(f"--format {form} writes every vote as it is: add --export FILE.json, without --model.")
     if sources:
-        if best_of and (single or gold or slider):
-            raise UserError("--best-of asks for one image of several. Leave --single, --gold and --slider out.")
+        if best_of and (single or gold or slider or judge):
+            raise UserError("--best-of asks for one image of several. Leave --single, --gold, --slider, --judge out.")
         grades = QUALITY_WORDS if slider is None and single and not question else ()
         words = tuple(word.strip() for word in slider.split(",")) if slider else grades
         questions = Form(slider=words, checklist=tuple(question or ()), boxes=boxes, text=text)

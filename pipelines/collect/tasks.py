@@ -205,7 +205,8 @@ def _group_images(rows: Iterable[ImageRow], size: int, limit: int, seed: int) ->
     if not tasks:
         raise UserError(f"--best-of is {size}, and no prompt has so many images: {most} at most. Give less.")
     if left_out:
-        warnings.warn(f"{left_out} images are left out: a group has {size} images of one prompt.", stacklevel=3)
+        limits = f"a group has {size} images of one prompt, and a prompt {limit} groups at most (--per-prompt)"
+        warnings.warn(f"{left_out} images are left out: {limits}.", stacklevel=3)
     return tasks
 
 

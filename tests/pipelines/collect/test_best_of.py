@@ -45,7 +45,7 @@ def _vote(store: VoteStore, name: str, number: int) -> None:
 
 def test_groups_are_of_one_prompt_and_disjoint(tmp_path):
     folder = _images(tmp_path / "set", each=9)
-    with pytest.warns(UserWarning, match=r"3 images are left out: a group has 4"):
+    with pytest.warns(UserWarning, match=r"3 images are left out: a group has 4.*10 groups at most"):
         tasks = read_tasks([str(folder)], single=False, best_of=4)
     assert len(tasks) == 6 and {task.places for task in tasks} == {("1", "2", "3", "4")}
     assert len({image for task in tasks for image in task.images}) == 24
