@@ -125,10 +125,11 @@ class TextProcessConfig:
     def __post_init__(self) -> None:
         if (updates := self.optimizer.updates_per_iteration) != 1:
             raise UserError(f"optimizer.updates_per_iteration is {updates}; an iteration is one pass. Leave it at 1.")
-        if self.learns != "implicit" and self.loss != "cross_entropy":
-            raise UserError(
-                f"loss={self.loss} goes with learns=implicit, and learns is {self.learns}. Leave loss out."
-            )
+        for name, default in (("loss", "cross_entropy"), ("beta", 0.05)):
+            if self.learns != "implicit" and (value := vars(self)[name]) != default:
+                raise UserError(
+                    f"{name}={value} goes with learns=implicit, and learns is {self.learns}. Leave {name} out."
+                )
         if self.learns != "labels" and self.data.cut is not None:
             raise UserError(
                 f"data.cut keeps the labels of the first steps, and learns={self.learns} learns one outcome of all. "

@@ -302,6 +302,8 @@ def test_other_losses_of_outcomes_learn_too(form: str, inputs: Path, tmp_path: P
     assert summary["after"]["loss"] < summary["before"]["loss"] and summary["after"]["accuracy"] == 1
     with pytest.raises(UserError, match=f"loss={form} goes with learns=implicit, and learns is labels"):
         _config(inputs, "learns=labels", f"loss={form}", f"data.train={inputs}/outcomes.jsonl")
+    with pytest.raises(UserError, match=r"beta=0\.5 goes with learns=implicit, and learns is labels"):
+        _config(inputs, "learns=labels", "beta=0.5", f"data.train={inputs}/outcomes.jsonl")
 
 
 def test_long_records_with_labels_are_cut(inputs: Path, tmp_path: Path) -> None:
