@@ -76,7 +76,11 @@ def _row(case: Any) -> fs.FewStep:
     options = {names[name]: value for name, value in params.items() if name in names}
     huber = params["huber_c"] if params["use_huber"] else None
     return fs.FewStep(
-        interval=True, huber=huber, teacher_guidance=max(1.0, params.get("reference_guidance_scale", 1.0)), **options
+        interval=True,
+        huber=huber,
+        teacher_guidance=max(1.0, params.get("reference_guidance_scale", 1.0)),
+        surrogate=bool(options),
+        **options,
     )
 
 
@@ -139,7 +143,7 @@ def _surrogate(case: Any) -> Outputs | None:
 def _slow_copy(case: Any) -> Outputs | None:
     if case.params["decay_min"] != 1e-3:
         return None
-    row = fs.FewStep(slow_decay_end=case.params["decay_max"])
+    row = fs.FewStep(surrogate=True, slow_decay_end=case.params["decay_max"])
     decay = row.slow_decay_at(case.params["step"])
     return {"decay": decay, "slow": case.tensor("slow").lerp(case.tensor("surrogate"), 1 - decay)}
 

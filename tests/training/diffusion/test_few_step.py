@@ -12,6 +12,7 @@ import torch
 from tests.support.models.sd3 import tiny_sd3_pipeline
 from tests.support.training.images import ToyNet, ToyPolicy, check_resume, policy_weights, toy_trainer
 from visalign.adapters import LoraSettings, SD3Policy
+from visalign.core.regression.few_step import FewStep, conditional_renoise
 from visalign.errors import UserError
 from visalign.training.diffusion.few_step import STUDENT, TEACHER, Roles
 
@@ -83,6 +84,17 @@ def test_a_resumed_run_and_micro_batches_change_nothing(name: str, tmp_path: Any
     torch.testing.assert_close(found[0], found[2], rtol=1e-6, atol=1e-8)
 
 
+def test_a_step_above_the_compared_range_keeps_its_own_interval() -> None:
+    """SD3's second of eight levels is 0.984: a level below it would mix more than unit noise."""
+    sigma, after = torch.tensor([1.0, 0.999, 0.984, 0.015]), torch.tensor([0.984, 0.985, 0.9, 0.0])
+    for share in (0.01, 0.99):
+        mid, level = FewStep(interval=True).levels(sigma, after, torch.full((4,), share, dtype=torch.float64))
+        assert ((mid <= level) & (level <= sigma)).all()
+        x0, noise = torch.zeros(4, 1, 1, 2, dtype=torch.float64), torch.randn(4, 1, 1, 2, dtype=torch.float64)
+        _, mixed, _ = conditional_renoise(x0, noise, noise * 0, mid, level)
+        assert (mixed.abs() <= noise.abs() + 1e-12).all()
+
+
 def _sd3(lora: bool) -> SD3Policy:
     policy = SD3Policy(tiny_sd3_pipeline(), lora=LoraSettings(rank=2, alpha=2) if lora else None)
     with torch.no_grad():
@@ -142,6 +154,8 @@ def _refused(message: str) -> Any:
         ({"level_low": 0.99}, "level_low must be ≤ level_high; got 0.99 and 0.98"),
         ({"density_options": {"std": 0}}, r"std must be a number in \(0, inf\); got 0"),
         ({"kl": 0.1}, "few-step algorithm 'tdm' has no field 'kl'"),
+        ({"density_options": {"mean": 1.0}}, "density_options has mean, which density='uniform' does not use. It"),
+        ({"guidance_share": 0.5}, "guidance_share is 0.5, and surrogate is False, so nothing uses it"),
         ({"density": "mode"}, "density must be one of uniform, logit_normal; got 'mode'"),
     ],
 )

@@ -188,6 +188,19 @@ class FewStep:
         numbers = {name: value for name, value in vars(self).items() if name not in ("source", "density_options")}
         Stage(FewStep).check("a row of", "few_step", numbers)
         Stage(query_level).check("levels of", "few_step", {"density": self.density, **self.density_options})
+        used = {"uniform": ("shift",), "logit_normal": ("mean", "std")}[self.density]
+        if unused := [name for name in self.density_options if name not in used]:
+            raise ValueError(
+                f"density_options has {unused[0]}, which density={self.density!r} does not use. It takes "
+                f"{' and '.join(used)}."
+            )
+        if unused := [
+            name for name in _OF_SURROGATE if not self.surrogate and numbers[name] != getattr(FewStep, name)
+        ]:
+            raise ValueError(
+                f"{unused[0]} is {numbers[unused[0]]}, and surrogate is False, so nothing uses it. Leave it out, or "
+                "take the algorithm tdm_r1."
+            )
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -198,9 +211,10 @@ class FewStep:
         """Compute (σ_m, σ) [N], the student's level after a step and the level to compare at, of shares in (0, 1)."""
         low, high = torch.full_like(share, self.level_low), torch.full_like(share, self.level_high)
         mid = sigma_next.to(share) if self.interval else torch.zeros_like(share)
-        if self.interval:  # a step that lies below the range keeps its own interval
-            high = torch.minimum(sigma.to(share), high)
-            low = torch.where(mid < high, torch.maximum(mid, torch.minimum(low, high / 2)), high / 2)
+        if self.interval:  # a step that lies outside of the range keeps its own interval
+            start = sigma.to(share)
+            high = torch.where(mid < high, torch.minimum(start, high), start)
+            low = torch.maximum(mid, torch.minimum(low, high / 2))
         return mid, query_level(low, high, share, density=self.density, **self.density_options)
 
     def critic_loss(self, v: Tensor, target: Tensor, sigma: Tensor, importance: Tensor) -> Tensor:
@@ -244,6 +258,8 @@ class FewStep:
         return (trained + 1, others + more) if self.surrogate else (trained, others)
 
 
+_OF_SURROGATE = ("beta", "advantage_clip", "clip", "threshold", "anchor")
+_OF_SURROGATE += ("slow_decay_end", "guidance_share", "guidance_scale")
 _TDM: dict[str, Any] = {"interval": True, "huber": 1e-3, "min_snr": 5.0}
 FEW_STEP = {
     "dmd2": FewStep(source="Yin et al., DMD2, arXiv 2405.14867; without its GAN loss"),
