@@ -319,6 +319,8 @@ def test_a_group_makes_its_common_steps_once(tmp_path):
 def test_step_weights_must_fit_the_steps(tmp_path):
     with pytest.raises(UserError, match=r"step_weights is \[1.0, 1.0\] for 4 steps"):
         toy_trainer(tmp_path, objective={"step_weights": [1.0, 1.0]})
+    with pytest.raises(UserError, match=r"0 at all steps that are trained \[0, 1, 2\]. Give one of them"):
+        toy_trainer(tmp_path, objective={"step_weights": [0.0, 0.0, 0.0, 1.0]})
 
 
 @pytest.mark.parametrize("kind", ["std", "inverse_gradient"])

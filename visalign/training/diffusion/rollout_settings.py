@@ -324,6 +324,11 @@ def _conflicts(objective: DiffusionObjectiveSettings, rollout: RolloutSettings) 
             f"objective.step_weights is {objective.step_weights} for {steps} steps; give one weight for each step, 0 "
             "for those that are not trained."
         )
+    elif objective.step_weights is not None and not any(objective.step_weights[step] for step in rollout.trained):
+        yield (
+            f"objective.step_weights is {objective.step_weights}, 0 at all steps that are trained {rollout.trained}. "
+            "Give one of them a weight above 0."
+        )
 
 
 def _regression_conflicts(
