@@ -304,6 +304,18 @@ def _broken_rules(s: FlowGRPOConfig) -> Iterator[str]:
             "stored images are" if s.data.is_stored else f"those of objective.algorithm={s.objective.algorithm} are"
         )
         yield f"rollout.keep_images keeps samples as they are scored, and {reason} not. Set rollout.keep_images=false."
+    if (few_step := s.objective.few_step) is not None and few_step.warmup >= s.run.iterations:
+        yield (
+            f"objective.changes.warmup is {few_step.warmup}, and run.iterations is {s.run.iterations}, so the student "
+            "would never learn. Raise run.iterations, or lower warmup."
+        )
+    teacher, own = s.objective.teacher, ":" in (s.model.adapter or "")
+    if teacher is not None and (own or s.model.quantization is not None):
+        other = f"adapter={s.model.adapter}, one of your own" if own else f"quantization={s.model.quantization}"
+        yield (
+            f"objective.teacher is {teacher}, whose weights diffusers loads in the place of model.path's, which does "
+            f"not work with model.{other}. Leave one of the two out."
+        )
     sizes = len(s.rollout.image_sizes or [0])
     if s.data.images is None and s.monitor.window % sizes:
         yield (

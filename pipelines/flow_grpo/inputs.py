@@ -164,7 +164,9 @@ def _unfit_teacher(config: FlowGRPOConfig) -> Iterator[str]:
             f"objective.changes.teacher_guidance is {few_step.teacher_guidance}, and {model.path} is guided by "
             "nothing. Set it to null."
         )
-    own, other = (pipeline_index(f) for f in (model.described_by, resolve_model(teacher or model.described_by)))
+    if teacher is None:
+        return
+    own, other = (pipeline_index(f) for f in (model.described_by, resolve_model(teacher)))
     for part in family.present(own):
         if (kind := (other.get(part) or [None, None])[1]) != own[part][1]:
             yield (

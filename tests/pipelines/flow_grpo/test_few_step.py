@@ -68,6 +68,9 @@ def test_a_distilled_model_is_warned_of_or_needs_its_teacher(tmp_path: Path) -> 
         UserError, match=r"shapes-sd3, whose transformer is a SD3Tran.* a ZImageTransformer2DModel. Name"
     ):
         prepare(_config(model, "objective={algorithm: dmd2, teacher: shapes-sd3}"), 1)
+    for option in ("quantization=torchao_int8", "adapter=own.py:Own"):
+        with pytest.raises(UserError, match=rf"objective.teacher is x, .*does not work with model.{option}"):
+            _config("objective={algorithm: dmd2, teacher: x}", f"model.{option}")
     with pytest.raises(FileNotFoundError, match=r"There is no model folder nope. Give a folder that a diffusers"):
         prepare(_config(model, "objective={algorithm: dmd2, teacher: nope}"), 1)
     turbo = _folder(tmp_path / "turbo", "QwenImage21TurboModularPipeline")
@@ -85,6 +88,7 @@ def test_a_distilled_model_is_warned_of_or_needs_its_teacher(tmp_path: Path) -> 
         ("objective={algorithm: dmd2, balance_every: 3}", "objective.balance_every weighs advantages of a loss"),
         ("objective={algorithm: tdm, reset_reference_every: 3}", "objective.algorithm=tdm has no reference"),
         ("objective={algorithm: tdm, ratio_bound: 0.1}", "objective.ratio_bound is for log-probs of steps, which"),
+        ("objective={algorithm: tdm, changes: {warmup: 100}}", "warmup is 100, and run.iterations is 100, so the stu"),
         ("objective={algorithm: tdmr1}", "there is no algorithm 'tdmr1'. Did you mean 'tdm_r1'"),
     ],
 )
