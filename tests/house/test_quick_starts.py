@@ -50,7 +50,17 @@ BUDGETS = {
 """Pipeline -> settings of a small run."""
 LENGTHS = {"run.iterations", "data.size", "rollout.samples"}
 """Settings of a page that the budget replaces; its other settings are kept."""
-OF_THE_READER = ("FOLDER", "MODEL", "NAME", "pairs.jsonl", "triples.jsonl", "heie.yaml", "checklist.yaml")
+OF_THE_READER = (
+    "FOLDER",
+    "MODEL",
+    "NAME",
+    "pairs.jsonl",
+    "triples.jsonl",
+    "heie.yaml",
+    "checklist.yaml",
+    "teacher.jsonl",
+    "HPDv3-PlusPlus",
+)
 """Placeholders of the reader's own files; such commands are only parsed, in `test_docs`."""
 
 STARTS = [

@@ -185,7 +185,7 @@ def test_ratings_are_no_probabilities_and_pairs_no_larger_groups(tmp_path):
 
 
 def test_what_does_not_go_with_pairs_is_refused():
-    with pytest.raises((UserError, ConfigError), match="Stored images are not judged"):
+    with pytest.raises((UserError, ConfigError), match="Images are not judged"):
         prepare(_config("data.pairs=shapes:pairs", "monitor.stop.agreement=0.1"), 1)
 
 

@@ -261,7 +261,7 @@ def test_what_is_refused_and_with_which_words(inputs: Path, tmp_path: Path) -> N
     same, long = {**pair, "rejected": "a"}, {**pair, "chosen": "a" * 60}
     bce = ["objective.task=bce"]
     for rows, more, message in (
-        ([pair, same], [], "1 of 2 records .* have equal completions, .*rows 2.*data.unusable=drop leaves them out"),
+        ([pair, same], [], "1 of 2 records .* have equal completions: rows 2.*data.unusable=drop leaves them out"),
         ([pair, {"prompt": "r", "completions": [], "scores": []}], [], "has an empty cell"),
         ([{**pair, "margin": "abc"}], [], "the margin 'abc' is no number of 0 or more"),
         ([{**pair, "margin": -5}], [], "the margin -5 is no number"),

@@ -134,7 +134,7 @@ def test_an_explanation_has_maps_text_and_masked_rows():
     assert told.heatmap[[0, 3]].isfinite().all() and told.heatmap[[1, 2]].isnan().all()
     assert (told.heatmap[0] >= 0).all() and (told.heatmap[0] <= 1).all() and (told.heatmap_std[0] > 0).all()
     assert given(told.text)[0] and given(told.text)[1] == given(told.text)[2] == ""
-    assert "at most 150" in why(told.scores, 1) and "no such image" in why(told.scores, 2)
+    assert "reads 150" in why(told.scores, 1) and "no such image" in why(told.scores, 2)
     scores = judge.score(images(1, size=32), ["a"])
     assert scores.value[0] == pytest.approx(told.scores.value[0].item(), abs=1e-6) and scores.text is None
     assert scores.parts["max_heat"][0] == pytest.approx(told.heatmap[0].max().item(), abs=1e-6)

@@ -61,7 +61,7 @@ def test_improbable_digits_make_no_rating():
     judge = direct(probability, FINE, min_mass=0.5)
     scores = judge.score(images(1), [""])
     assert not scores.valid[0] and math.isnan(scores.value[0]) and math.isnan(given(scores.std)[0])
-    assert "writes no digits behind the point" in why(scores, 0) and "0.4 of the probability" in why(scores, 0)
+    assert "writes no digits behind the point" in why(scores, 0) and "0.4 of those begun" in why(scores, 0)
     lenient = direct(probability, FINE, min_mass=0.3).score(images(1), [""])
     assert lenient.valid[0] and lenient.parts["digit_mass"][0] == pytest.approx(0.4, abs=1e-6)
 

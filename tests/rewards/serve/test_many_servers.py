@@ -85,7 +85,7 @@ def test_every_server_answers_with_the_same_judge_or_is_refused_by_name(three: A
     with pytest.raises(RewardError, match=rf"No reward server at {dead} .*visalign serve-reward"):
         RemoteReward([urls[0], dead], pause=0.01)
     with serving(app_of(Habits(version=2))) as other:
-        with pytest.raises(RewardError, match=rf"{other} serves 'habits' \(identity \w+\), .* Leave it"):
+        with pytest.raises(RewardError, match=rf"{other} serves 'habits' \(identity \w+\), .* Leave one of them out"):
             RemoteReward([urls[0], other])
 
 

@@ -14,7 +14,7 @@ TEXT_ONLY = (
 )  # fmt: skip
 """Keys of text policies only."""
 
-REGRESSION_ONLY = ("match_error", "anchor_distance", "scout_agreement", "surrogate_stopped")
+REGRESSION_ONLY = ("match_error", "anchor_distance", "scout_agreement", "surrogate_stopped", "teacher_distance")
 """Keys of image regressions and few-step students only."""
 
 ASCENT_ONLY = ("reward_gradient",)

@@ -44,6 +44,7 @@ OUTPUTS = {
     "weights": torch.tensor([1.0, 2.0]),
     "cosine": torch.linspace(0.1, 0.6, 9),
     "odds": ROWS[:, :2],
+    "log_prob": ROWS.log_softmax(1),
     "map_loss": torch.linspace(0.2, 0.4, 9),
 }
 PAIRS: dict[str, Any] = {
@@ -71,7 +72,8 @@ def _loss(task: str, **forced: Any) -> float:
     settings = RewardObjectiveSettings(task=task)
     for name, value in forced.items():
         object.__setattr__(settings, name, value)
-    batch = RewardBatch(inputs=None, size=3, **BATCHES[TASKS[task].labels])
+    labels = {"target": ROWS.flip(1).softmax(1)} if task == "rating_distribution" else BATCHES[TASKS[task].labels]
+    batch = RewardBatch(inputs=None, size=3, **labels)
     total, weight = TASKS[task].loss(OUTPUTS, batch, settings, torch.Generator().manual_seed(1))
     return float(total / weight)
 
