@@ -230,6 +230,13 @@ def test_a_student_learns_the_distribution_of_mean_and_deviation(models, tmp_pat
     with pytest.raises(UserError, match=r"row 1 has a mos without its std\. Give the column"):
         data = {"train": _set(tmp_path, "q.jsonl", rows), "heldout": None, "size": None}
         prepare_reward(_config(models, "rating", "lora", "rating_distribution", data=data))
+    with pytest.raises(UserError, match=r"Row 1 of .*its score failed \(it is dark\)\. Take it out"):
+        failed = [
+            {"image": "q0.png", "value": None, "reason": "it is dark"},
+            {"image": "q1.png", "value": 2, "std": 1},
+        ]
+        data = {"train": _set(tmp_path, "f.jsonl", failed), "heldout": None, "size": None, "map": {"mos": "value"}}
+        prepare_reward(_config(models, "rating", "lora", "rating_distribution", data=data))
     assert run(_config(models, "artefact"), tmp_path / "run")["after"].keys() >= {"artefact_auroc", "mae"}
 
 

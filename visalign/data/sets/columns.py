@@ -178,6 +178,8 @@ def read_pair(
 
 def read_quality(row: Row, folder: Path | None = None) -> QualityRecord:
     """Read a scored image from the columns that `load_quality` names, as `read_pair` reads a pair."""
+    if row.get("mos") is None and row.get("reason"):  # as `visalign score` writes
+        raise UserError(f"its score failed ({row['reason']}). Take it out.")
     std = _read_number(row, "std") if row.get("std") is not None else None
     if std is not None and std < 0:
         raise UserError(f"'std' is {std:g}, needed is a number of at least 0.")

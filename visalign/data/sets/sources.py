@@ -168,8 +168,10 @@ def _read_set(
         kind = "quality" if not is_pair and ("mos" in first or "image" in first) else "pairs"
         purpose = "a quality set" if kind == "quality" else "a preference set (a quality set: image, mos)"
     needed = _NEEDED[kind] if kind == "quality" or _VOTES & first.keys() else (*_NEEDED[kind], "label")
+    if kind == "quality":  # a mapped column is there, and a cell may be empty
+        needed = tuple(name for name in needed if name not in columns.names)
     if number and (columns.missing(first, needed) or len(first) == 1):
-        missing = next(name for name in needed if name not in first)
+        missing = next((name for name in needed if name not in first), "")
         purpose = f"{purpose}; --map {missing}=COLUMN names another"
         require_columns(path, first, needed, purpose=purpose)
     selected = select_split(f"'{path}'", chain([(number, first)] if number else [], rows), split, limit)
