@@ -87,8 +87,7 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
     rewards: dict[str, Any] = {
         label: judge
         for label, judge in pointwise_only(judges, needed=evaluation.rewards).items()
-        if not judge.capabilities.needs_group
-        and not terms[label].references
+        if not (judge.capabilities.needs_group or terms[label].references)
         and (label in config.rewarded or not judge.capabilities.discriminators)
     }
     if unscored := [label for label in evaluation.rewards if label not in rewards]:

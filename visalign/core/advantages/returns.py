@@ -146,8 +146,8 @@ def optimal_token_baseline(
     if zero_tail:
         numbers = torch.arange(max(reward.shape), device=reward.device)
         key = -(len(reward) * length + numbers[: len(reward), None]).double()  # unique, so that one row is longest
-        others = torch.where(key == group_min(key, index, groups)[index], 0.0, key)
-        second = -group_min(others, index, groups)[index] // len(reward)
+        rest = torch.where(key == group_min(key, index, groups)[index], 0.0, key)
+        second = -group_min(rest, index, groups)[index] // len(reward)
         baseline = torch.where((numbers[: reward.shape[1]] >= second) & (length > second), 0.0, baseline)
     return _back(returns - baseline, order, present, missing, reward.dtype)
 

@@ -52,9 +52,9 @@ def pair_answers(number: int, row: Row) -> list[Row]:
             f"Row {number} has chosen {excerpt(right)} and rejected {excerpt(wrong)}; each needs one text or more."
         )
     names = {"id": "prompt_id", "subset": "category"}
-    named = {**row, **{ours: row[name] for name, ours in names.items() if name in row}}
-    named["distinct_pairs"] = len({*right}) * len({*wrong})
-    return [{**named, PAIR[0]: first, PAIR[1]: second} for first in right for second in wrong]
+    columns = {**row, **{ours: row[name] for name, ours in names.items() if name in row}}
+    columns["distinct_pairs"] = len({*right}) * len({*wrong})
+    return [{**columns, PAIR[0]: first, PAIR[1]: second} for first in right for second in wrong]
 
 
 def refer_to_texts(row: Row) -> Row:

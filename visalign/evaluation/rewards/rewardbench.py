@@ -28,10 +28,10 @@ def ties_score(tied: Sequence[Array], single: Sequence[Array]) -> float:
     0.3 mean[g₁ > 0] + 0.2 mean[g > s] + 0.2 mean[min(g, g₁) > s] + 0.01 mean tanh(min(g, g₁)/s − 1), 0/0 as 0.
     """
     gap, single_gap = (np.array([table.min() for table in tables]) for tables in (tied, single))
-    spread, least = np.array([np.ptp(table[:, 0]) for table in tied]), np.minimum(gap, single_gap)
+    spread, lesser = np.array([np.ptp(table[:, 0]) for table in tied]), np.minimum(gap, single_gap)
     with np.errstate(divide="ignore", invalid="ignore"):
-        excess = np.nan_to_num(np.tanh(least / spread - 1))
-    terms = ((0.3, gap > 0), (0.3, single_gap > 0), (0.2, gap > spread), (0.2, least > spread), (0.01, excess))
+        excess = np.nan_to_num(np.tanh(lesser / spread - 1))
+    terms = ((0.3, gap > 0), (0.3, single_gap > 0), (0.2, gap > spread), (0.2, lesser > spread), (0.01, excess))
     return float(sum(weight * values.mean() for weight, values in terms))
 
 
