@@ -40,11 +40,11 @@ def run_bench(
 ) -> dict[str, Any] | None:
     """Score what the folder lacks, compare every two sides, and write JSON, tables and page; return the JSON.
 
-    The sides are scored in parts of `part_size` samples. Started by torchrun, each process scores every so-manieth
-    part, and those after the first return None.
+    The sides are scored in parts of `part_size` samples. Of n processes of torchrun each scores every n-th part, and
+    those after the first return None.
     """
-    places = {side.facts.get("images") or Path(side.rows[0].image).parent for side in sides}
-    if len(places) < len(sides):
+    folders = {side.facts.get("images") or Path(side.rows[0].image).parent for side in sides}
+    if len(folders) < len(sides):
         raise UserError(f"Two have one name: {', '.join(s.label for s in sides)}. Leave one out, or add ,name=NAME.")
     rank, started = int(os.environ.get("RANK", "0")), time.perf_counter()
     facts: dict[str, Any] = {"sides": {side.label: side.facts for side in sides}, "part_size": part_size}

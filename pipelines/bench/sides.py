@@ -53,7 +53,7 @@ def model_side(
     """
     path, *items = re.split(r",(?=[A-Za-z_]+=)", text)
     options = parse_options(items, f"'{text}'")
-    label = str(options.pop("name", text.replace(",", ", ")))
+    label = str(options.pop("name", None) or text.replace(",", ", "))
     run, lora = Path(path), [*filter(None, [options.pop("lora", None)])]
     if (run / "config.yaml").is_file() and not (run / INDEX).is_file():
         if not (run / "lora").is_dir() and not (run / "model").is_dir():

@@ -226,7 +226,8 @@ def test_a_run_is_the_model_that_it_trained(tmp_path: Path) -> None:
     (tmp_path / "lora" / "pytorch_lora_weights.safetensors").touch()
     side = sides.model_side(f"{tmp_path},steps=4", [{"prompt": "a"}], [0, 1], tmp_path, {}, batch_size=2)
     (tmp_path / "lora" / "pytorch_lora_weights.safetensors").write_bytes(b"trained on")
-    later = sides.model_side(f"shapes-sd3,lora={tmp_path}:0.5", [{"prompt": "a"}], [0], tmp_path, {})
+    later = sides.model_side(f"shapes-sd3,name=,lora={tmp_path}:0.5", [{"prompt": "a"}], [0], tmp_path, {})
+    assert later.label.startswith("shapes-sd3, name")
     assert len({side.facts["files"], later.facts["files"]}) == 2
     (tmp_path / "config.yaml").write_text("model: {path: a.safetensors, config: shapes-sd3}\n")
     with pytest.raises(UserError, match=r"model\.config is for a model of one file, and a\.safetensors"):  # passed on
