@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from tests.support.models.sd3 import tiny_sd3_pipeline
-from tests.support.training.images import ToyNet, ToyPolicy, check_resume, policy_weights, toy_trainer
+from tests.support.training.images import Brightness, ToyNet, ToyPolicy, check_resume, policy_weights, toy_trainer
 from visalign.adapters import LoraSettings, SD3Policy
-from visalign.core.regression.few_step import FewStep, conditional_renoise
+from visalign.core.regression.few_step import FewStep, conditional_renoise, preference_weights
 from visalign.errors import UserError
 from visalign.training.diffusion.few_step import STUDENT, TEACHER, Roles
 
@@ -68,6 +69,29 @@ def test_the_surrogate_and_with_it_the_student_follow_the_reward(tmp_path: Any) 
     records = [trainer.iterate() for _ in range(8)]
     assert records[-1]["reward_mean"] > records[0]["reward_mean"] + 0.01
     assert records[0]["surrogate_stopped"] == 0
+
+
+class Fails(Brightness):
+    """No score of one sample in four."""
+
+    def score(self, images: torch.Tensor, prompts: Any, metadata: Any = None) -> Any:
+        valid = torch.arange(len(images)) % 4 > 0
+        return replace(
+            super().score(images, prompts), valid=valid, reason=[None if v else "no" for v in valid.tolist()]
+        )
+
+
+def test_what_failed_counts_in_no_group(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def weights(error: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        seen.append(len(error))
+        return preference_weights(error, *rest, **options)
+
+    monkeypatch.setattr("visalign.training.diffusion.few_step.preference_weights", weights)
+    rollout = {**SMALL, "max_failure_rate": 0.5}
+    _trainer(tmp_path, "tdm_r1", reward=Fails(), rollout=rollout, optimizer={"updates_per_iteration": 1}).iterate()
+    assert seen == [6]
 
 
 @pytest.mark.parametrize("name", ["dmd2", "tdm_r1"])

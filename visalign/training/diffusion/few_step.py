@@ -125,7 +125,7 @@ class FewStepPaths:
     x: Tensor  # [b, K, ...] latents before each step
     v: Tensor  # [b, K, ...] the student's velocity there, float32
     group: Tensor  # [B] int64 of all processes
-    advantage: Tensor  # [B] float64; 0 where there is no reward
+    advantage: Tensor  # [B] float64; NaN where the reward failed, 0 without one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +185,7 @@ class FewStepDistillation(ImageAlgorithm):
                 assert images is not None  # dynamic sampling is refused
                 advantage = group_advantages(images.value, images.group, valid=images.valid)
                 advantage = advantage.clamp(-self.row.advantage_clip, self.row.advantage_clip)
+                advantage = torch.where(images.valid, advantage, torch.nan)
                 batch, condition, metrics = images.batch, images.condition, collected.metrics
             else:
                 batch, records = self.prompts(iteration)
@@ -294,14 +295,15 @@ class FewStepDistillation(ImageAlgorithm):
                 difference = self._velocity(query, role, weights) - query.target
                 column[self.shares.own[rows]] = difference.square().flatten(1).mean(1).double()
         errors = torch.as_tensor(self.accelerator.reduce(errors, "sum")).cpu()
-        part, group = errors[:, step.sample], experience.group[step.sample]
-        advantage = experience.advantage[step.sample]
-        weight, _ = preference_weights(part[0], part[1], advantage, group, beta=row.beta)
-        stopped = stopped_samples(part[0], part[1], part[2], advantage, clip=row.clip, threshold=row.threshold).any(1)
-        columns = {name: torch.zeros_like(experience.advantage) for name in ("weight", "ref", "stopped")}
-        for column, values in zip(columns.values(), (weight, part[1], stopped.double()), strict=True):
-            column[step.sample] = values
-        return columns
+        scored = step.sample[experience.advantage[step.sample].isfinite()]  # what failed counts in no group
+        error, ref, slow, group = *errors[:, scored], experience.group[scored]
+        advantage = experience.advantage[scored]
+        weight, _ = preference_weights(error, ref, advantage, group, beta=row.beta)
+        stopped = stopped_samples(error, ref, slow, advantage, clip=row.clip, threshold=row.threshold).any(1)
+        columns = {name: torch.zeros_like(experience.advantage) for name in ("weight", "stopped")}
+        for column, values in zip(columns.values(), (weight, stopped.double()), strict=True):
+            column[scored] = values
+        return {"weight": columns["weight"], "ref": errors[1], "stopped": columns["stopped"]}
 
     def _predictions(self, experience: FewStepPaths, step: RoleStep, rows: Tensor) -> tuple[Tensor, Tensor, Query]:
         """Return (steps k [N], x̂0 [N, ...], noised x̂0) of the given rows, the student's with gradient in its update.
