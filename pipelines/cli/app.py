@@ -157,7 +157,7 @@ def _train(
         show_yaml(console, config_to_yaml(job.config))
         show_plan(console, job.plan(job.config))
         return
-    with user_messages(resume=resume_command(config, overrides, folder)), quiet_loading():
+    with user_messages(resume=resume_command(config, overrides, folder), folder=folder), quiet_loading():
         summary = job.run(job.config, output=folder, resume=resume)
     if int(os.environ.get("RANK", "0")) == 0:
         show_summary(console, folder, summary, next_command or summary.next_command)

@@ -10,6 +10,7 @@ import signal
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import typer
 from rich.console import Console
@@ -28,8 +29,11 @@ _NUL = ("embedded null byte", "embedded null character")
 
 
 @contextmanager
-def user_messages(*, resume: str | None = None) -> Iterator[None]:
-    """Turn errors meant for the user into a message and an exit code; Ctrl-C and SIGTERM print `resume`."""
+def user_messages(*, resume: str | None = None, folder: Path | None = None) -> Iterator[None]:
+    """Turn errors meant for the user into a message and an exit code; Ctrl-C and SIGTERM print `resume`.
+
+    A command that was stopped before it made its `folder` has nothing to resume, and begins anew.
+    """
     form = warnings.formatwarning
     if not os.environ.get("VISALIGN_TRACEBACK"):
         warnings.formatwarning = lambda message, *_, **__: f"Warning: {message}\n"
@@ -38,6 +42,8 @@ def user_messages(*, resume: str | None = None) -> Iterator[None]:
             yield
     except KeyboardInterrupt as stop:
         number = stop.signal if isinstance(stop, Stopped) else signal.SIGINT
+        if resume and folder is not None and not folder.is_dir():
+            resume = resume.removesuffix(" --resume")
         then = f" Continue with:\n\n  {resume}" if resume else ""
         show_message(f"Stopped by {signal_name(number)}.{then}", title="Interrupted", style="yellow")
         raise typer.Exit(128 + number) from None

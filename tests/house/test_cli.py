@@ -258,6 +258,16 @@ def test_errors_for_the_user_are_messages_and_the_others_are_not() -> None:
             _raise(error)
 
 
+@pytest.mark.parametrize(("folder", "ending"), [(".", " --resume"), ("nowhere", "")])
+def test_a_run_that_was_stopped_before_its_folder_begins_anew(folder, ending, capsys):
+    with (
+        pytest.raises(typer.Exit),
+        cli_messages.user_messages(resume="visalign train x --resume", folder=Path(folder)),
+    ):
+        raise KeyboardInterrupt
+    assert capsys.readouterr().err.rstrip().endswith(f"visalign train x{ending}")
+
+
 def test_warnings_are_printed_without_the_code_they_come_from() -> None:
     def warning() -> str:
         return warnings.formatwarning(UserWarning("the cache was damaged"), UserWarning, __file__, 1)
