@@ -69,8 +69,7 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
 
     data, evaluation = config.data, config.evaluation
     model = config.model.described_by, config.model.adapter
-    edits, several = edits_of(*model), joins_sources(*model)
-    reading: dict[str, Any] = {"several": several, "names": data.map}
+    edits, reading = edits_of(*model), dict[str, Any](several=joins_sources(*model), names=data.map)
     source, records, notes = _training_records(config, edits, reading)
     if data.heldout is None:
         records, heldout = own_heldout(records, config.seed)
