@@ -94,19 +94,22 @@ def _look(model: str, images: str | None) -> tuple[dict[str, Any], list[str], li
 def _look_at_pipeline(model: str, images: str | None) -> tuple[dict[str, Any], list[str]]:
     index = pipeline_index(index_source(model))
     family = known_family(index.get("_class_name"), model)
-    own = own_sampling(model, None, "cuda" if torch.cuda.is_available() else "cpu")
+    sampling = own_sampling(model, None, "cuda" if torch.cuda.is_available() else "cpu")
     lora = {"rank": 32, "alpha": 64, "target_modules": [*family.lora]}
-    settings: dict[str, Any] = {"pipeline": "sft_images", "model": {"path": model, "dtype": own.dtype, "lora": lora}}
-    settings |= {"data": {"images": images}, "rollout": {"steps": own.steps}, "optimizer": {"lr": 1e-4}}
+    settings: dict[str, Any] = {
+        "pipeline": "sft_images",
+        "model": {"path": model, "dtype": sampling.dtype, "lora": lora},
+    }
+    settings |= {"data": {"images": images}, "rollout": {"steps": sampling.steps}, "optimizer": {"lr": 1e-4}}
     if images is None:
-        guidance = {} if own.guidance is None else {"guidance": own.guidance}
+        guidance = {} if sampling.guidance is None else {"guidance": sampling.guidance}
         settings |= {"pipeline": "flow_grpo", "model": {**settings["model"], **guidance}, "optimizer": {"lr": 3e-4}}
         settings |= {"data": {"train": "shapes:train"}, "rewards": {"terms": {"clip_score": {}}}}
-        settings["rollout"] = {"prompts_per_iteration": 16, "group_size": 8, "steps": min(own.steps, 10)}
+        settings["rollout"] = {"prompts_per_iteration": 16, "group_size": 8, "steps": min(sampling.steps, 10)}
     settings["evaluation"] = {"correctness": None, "rewards": {"clip_score": {}}}
     return settings, [
         f"model: its index names a {index['_class_name']}: {settings['pipeline']}",
-        f"dtype: {own.dtype}, as the weights are stored; adapters are float32",
-        f"call: the pipeline's own {own.steps} steps, guidance {own.guidance or 'none'}, and image size",
+        f"dtype: {sampling.dtype}, as the weights are stored; adapters are float32",
+        f"call: the pipeline's own {sampling.steps} steps, guidance {sampling.guidance or 'none'}, and image size",
         "clip_score: the packaged CLIP knows rendered shapes alone. Name your reward, and your prompts as data.train",
     ]

@@ -60,8 +60,10 @@ def bench_record(results: Mapping[str, HeldoutResult], sides: Sequence[Side]) ->
 
 def _with_accuracy(results: Mapping[str, HeldoutResult]) -> dict[str, HeldoutResult]:
     """Add the verdicts, if there are any, to the scores, in place of a reward that only repeats them."""
-    judged = [result for result in results.values() if result.judged.any()]
-    rest = {label: [n for n in r.scores if not all(j.is_verdict(n) for j in judged)] for label, r in results.items()}
+    with_verdicts = [result for result in results.values() if result.judged.any()]
+    rest = {
+        label: [n for n in r.scores if not all(j.is_verdict(n) for j in with_verdicts)] for label, r in results.items()
+    }
     return {
         label: replace(
             result,
@@ -69,7 +71,7 @@ def _with_accuracy(results: Mapping[str, HeldoutResult]) -> dict[str, HeldoutRes
             units={ACCURACY: "share correct", **result.units},
             higher_is_better={ACCURACY: True, **result.higher_is_better},
         )
-        if judged
+        if with_verdicts
         else result
         for label, result in results.items()
     }

@@ -247,13 +247,13 @@ def _check_box(box: tuple[str, float, float, float, float]) -> tuple[str, float,
     return box
 
 
-def answer_model(form: Form, places: tuple[str, ...], choices: tuple[str, ...]) -> type[BaseModel]:
+def answer_model(form: Form, sides: tuple[str, ...], choices: tuple[str, ...]) -> type[BaseModel]:
     """Build the type of an answer to a form, places as on the screen.
 
     `choice` of a pair or a group; `slider` 1 to the number of its words; `checklist`, question -> true or false;
     `boxes` [side, left, top, right, bottom] in shares of the image; `text`.
     """
-    box = Annotated[tuple[Literal[places], Share, Share, Share, Share], AfterValidator(_check_box)]
+    box = Annotated[tuple[Literal[sides], Share, Share, Share, Share], AfterValidator(_check_box)]
     fields: dict[str, Any] = {"choice": (Literal[choices], ...)} if choices else {}
     if form.slider:
         fields["slider"] = (Annotated[float, Strict(), Field(ge=1, le=len(form.slider))], ...)

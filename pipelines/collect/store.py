@@ -353,9 +353,9 @@ class VoteStore:
             yield self._db
 
 
-def mirror_answer(answer: Mapping[str, Any], places: Sequence[str] = SIDES) -> dict[str, Any]:
+def mirror_answer(answer: Mapping[str, Any], sides: Sequence[str] = SIDES) -> dict[str, Any]:
     """Reverse the places in an answer: exchange the sides of a pair."""
-    other = dict(zip(places, reversed(places), strict=True)) | {"tie": "tie"}
+    other = dict(zip(sides, reversed(sides), strict=True)) | {"tie": "tie"}
     mirrors: dict[str, Callable[[Any], Any]] = {
         "choice": lambda choice: other[choice],
         "prob": lambda prob: 1 - prob,

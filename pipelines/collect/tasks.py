@@ -197,13 +197,13 @@ def _pair_images(rows: Iterable[ImageRow], limit: int, seed: int) -> list[Task]:
 
 def _group_images(rows: Iterable[ImageRow], size: int, limit: int, seed: int) -> list[Task]:
     """Form at most `limit` groups of `size` images of each prompt; no image is in two."""
-    tasks, most, left_out = [], 0, 0
+    tasks, largest, left_out = [], 0, 0
     for prompt, circle, images in _by_prompt(rows, seed):
         groups = [tuple(circle[start : start + size]) for start in range(0, len(circle) - size + 1, size)][:limit]
         tasks += [Task(prompt=prompt, images=group, extra=_metadata(images[group[0]])) for group in groups]
-        most, left_out = max(most, len(circle)), left_out + len(circle) - size * len(groups)
+        largest, left_out = max(largest, len(circle)), left_out + len(circle) - size * len(groups)
     if not tasks:
-        raise UserError(f"--best-of is {size}, and no prompt has so many images: {most} at most. Give less.")
+        raise UserError(f"--best-of is {size}, and no prompt has so many images: {largest} at most. Give less.")
     if left_out:
         limits = f"a group has {size} images of one prompt, and a prompt {limit} groups at most (--per-prompt)"
         warnings.warn(f"{left_out} images are left out: {limits}.", stacklevel=3)

@@ -267,7 +267,7 @@ def _analyse_choices(store: VoteStore, first: Sequence[Vote], settings: Interval
         }
     alpha = _alpha(
         agreement.alpha_sums(votes),
-        partial(agreement.alpha_of_sums, places=len(store.places)),
+        partial(agreement.alpha_of_sums, options=len(store.places)),
         index,
         clusters,
         settings,

@@ -309,9 +309,9 @@ def _broken_rules(s: FlowGRPOConfig) -> Iterator[str]:
             f"objective.changes.warmup is {few_step.warmup}, and run.iterations is {s.run.iterations}, so the student "
             "would never learn. Raise run.iterations, or lower warmup."
         )
-    teacher, own = s.objective.teacher, ":" in (s.model.adapter or "")
-    if teacher is not None and (own or s.model.quantization is not None):
-        other = f"adapter={s.model.adapter}, one of your own" if own else f"quantization={s.model.quantization}"
+    teacher, is_custom = s.objective.teacher, ":" in (s.model.adapter or "")
+    if teacher is not None and (is_custom or s.model.quantization is not None):
+        other = f"adapter={s.model.adapter}, one of your own" if is_custom else f"quantization={s.model.quantization}"
         yield (
             f"objective.teacher is {teacher}, whose weights diffusers loads in the place of model.path's, which does "
             f"not work with model.{other}. Leave one of the two out."

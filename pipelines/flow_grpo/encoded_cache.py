@@ -48,17 +48,17 @@ def open_prompts(config: FlowGRPOConfig, records: Records, device: str) -> Promp
 
 def fill_prompts(policy: Any, cache: PromptCache, accelerator: Any) -> str:
     """Encode the prompts that the cache lacks, each process its share, and free the encoders; return a note."""
-    whole = cache.is_whole
+    was_whole = cache.is_whole
     start, step = accelerator.process_index * CHUNK, accelerator.num_processes * CHUNK
-    for first in () if whole else range(start, len(cache.prompts), step):
+    for first in () if was_whole else range(start, len(cache.prompts), step):
         policy.encode(cache.prompts[first : first + CHUNK])
     accelerator.wait_for_everyone()  # also where the cache is whole: another run may have filled it meanwhile
-    if accelerator.is_main_process and not whole:
+    if accelerator.is_main_process and not was_whole:
         cache.mark_whole()
     if not cache.frees:
         return "data.cache: the text encoders stay, since the whole pipeline is saved; with LoRA they are freed."
     freed = drop_encoders(policy.pipe) / 1e9
-    return f"data.cache: the text encoders are {'not loaded' if whole else f'freed: {freed:.3g} GB'}."
+    return f"data.cache: the text encoders are {'not loaded' if was_whole else f'freed: {freed:.3g} GB'}."
 
 
 def cached_latents(encode: Stored, policy: Any, config: FlowGRPOConfig) -> Stored:

@@ -170,9 +170,9 @@ def _image_passes(config: FlowGRPOConfig) -> ImagePasses:
     if (ascent := settings.ascent) is not None:  # its samples carry the gradient: no replay, no old policy
         return ImagePasses(*ascent.counted(rollout.steps), float(ascent.kl > 0), 0)
     if (few_step := settings.few_step) is not None:
-        own = _halves(config.model, None)
-        trained, others = few_step.planned(own, _halves(config.model, few_step.teacher_guidance))
-        return ImagePasses(float(rollout.steps), trained, others / trained / own, 0)
+        student = _halves(config.model, None)
+        trained, untrained = few_step.planned(student, _halves(config.model, few_step.teacher_guidance))
+        return ImagePasses(float(rollout.steps), trained, untrained / trained / student, 0)
     sampled = 0.0 if config.data.is_stored else rollout.sampled_per_image
     if settings.credit == "turning_points":
         sampled += rollout.completed_per_image

@@ -116,9 +116,11 @@ class ProbeRunner(ABC):
         for row in rows:
             samples = make(row)
             assert samples, "the unchanged samples always apply"
-            given: list[Any] = [sample.image for sample in samples]
-            empty: list[Any] = [CompletionText("") if isinstance(one, str) else torch.ones_like(one) for one in given]
-            images = [as_contract([one, *[blank] * white]) for one, blank in zip(given, empty, strict=True)]
+            answers: list[Any] = [sample.image for sample in samples]
+            empty: list[Any] = [
+                CompletionText("") if isinstance(answer, str) else torch.ones_like(answer) for answer in answers
+            ]
+            images = [as_contract([answer, *[blank] * white]) for answer, blank in zip(answers, empty, strict=True)]
             value, reason = self._call(images, [samples[0].prompt] * (1 + white), [row] * (1 + white), True)
             values.append(value[0])
             reasons.append(reason[0])

@@ -125,8 +125,8 @@ class _Scorer:
         """Score a rollout of `generate`."""
         texts, prompts, samples = list(rollout.text), list(rollout.prompt), len(rollout.text) // len(self.records)
         records = [record for record in self.records for _ in range(samples)]
-        named = self.rewards.items()
-        scores = {label: score_named(reward, texts, prompts, records, name=label) for label, reward in named}
+        rewards = self.rewards.items()
+        scores = {label: score_named(reward, texts, prompts, records, name=label) for label, reward in rewards}
         total = self.reward.score(texts, prompts, records)
         correct, right = total, torch.full((len(texts),), torch.nan, dtype=torch.float64)
         if self.right_at is not None:

@@ -155,8 +155,8 @@ def _broken_rules(s: TextRewardConfig) -> Iterator[str]:
 def _length(config: TextRewardConfig, prompts: int) -> tuple[int, int]:
     """Return (updates, iterations) of a run on so many training prompts."""
     per_iteration = config.optimizer.updates_per_iteration
-    wanted = max(1, round(config.data.epochs * prompts / config.data.batch))
-    updates = min(wanted, config.run.iterations * per_iteration)
+    updates = max(1, round(config.data.epochs * prompts / config.data.batch))
+    updates = min(updates, config.run.iterations * per_iteration)
     return updates, math.ceil(updates / per_iteration)
 
 

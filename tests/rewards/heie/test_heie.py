@@ -45,7 +45,9 @@ def asks(shown, prompts=PROMPTS):
 
 def scene(*objects, prompt):
     made = [SceneObject(shape=shape, color=color, x=x, y=y, radius=9.3) for shape, color, x, y in objects]
-    return Scene(record=parse_prompt(prompt), objects=tuple(made), background=(90,) * 3, style="flat", texture_seed=0)
+    return Scene(
+        record=parse_prompt(prompt), objects=tuple(made), background=(90, 90, 90), style="flat", texture_seed=0
+    )
 
 
 RED = ("circle", "red", 15, 15)

@@ -72,7 +72,9 @@ def _loss(task: str, **forced: Any) -> float:
     settings = RewardObjectiveSettings(task=task)
     for name, value in forced.items():
         object.__setattr__(settings, name, value)
-    labels = {"target": ROWS.flip(1).softmax(1)} if task == "rating_distribution" else BATCHES[TASKS[task].labels]
+    labels: dict[str, Any] = BATCHES[TASKS[task].labels]
+    if task == "rating_distribution":
+        labels = {"target": ROWS.flip(1).softmax(1)}
     batch = RewardBatch(inputs=None, size=3, **labels)
     total, weight = TASKS[task].loss(OUTPUTS, batch, settings, torch.Generator().manual_seed(1))
     return float(total / weight)

@@ -222,6 +222,7 @@ def test_the_token_baseline_reads_the_sums_of_squares_of_the_head(tmp_path, monk
     experience = trainer.algorithm.collect(trainer.context).experience
     log_p = partial(trainer.algorithm.policy.log_probs, experience.rollout)
     expected = log_p(statistic=lambda p: p.exp().square().sum(-1)).statistic
+    assert expected is not None
     assert experience.trajectories.sum_p2.unique().numel() > 2
     assert expected is not None
     torch.testing.assert_close(experience.trajectories.sum_p2, expected.cpu())

@@ -156,7 +156,7 @@ class PolicyOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What is fixed before the first micro-batch (advantages, selections, denominators), without gradient."""
+    """Values that are fixed before the first micro-batch (advantages, selections, denominators), without gradient."""
 
     weight: Tensor
     """[B, T], 0 also for samples without a reward and for what a selection leaves out."""

@@ -249,13 +249,13 @@ class FewStep:
         """True if the teacher's guidance is a reward."""
         return self.surrogate and self.guidance_share * self.guidance_scale > 0 and (self.teacher_guidance or 1) > 1
 
-    def planned(self, own: int, teacher: int) -> tuple[float, float]:
+    def planned(self, student: int, teacher: int) -> tuple[float, float]:
         """(passes with gradient, others) of a sample and student update; a velocity takes `own` passes, or `teacher`
         under the teacher's guidance.
         """
-        trained, others = 1.0 + self.critic_updates, float(teacher + own)
-        more = 3 * own + teacher + own * self.rewards_guidance
-        return (trained + 1, others + more) if self.surrogate else (trained, others)
+        trained, untrained = 1.0 + self.critic_updates, float(teacher + student)
+        more = 3 * student + teacher + student * self.rewards_guidance
+        return (trained + 1, untrained + more) if self.surrogate else (trained, untrained)
 
 
 _OF_SURROGATE = ("beta", "advantage_clip", "clip", "threshold", "anchor")

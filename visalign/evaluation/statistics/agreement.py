@@ -117,8 +117,8 @@ def majority_credit(votes: Array, voters: Array) -> tuple[Array, Array]:
     """Credit and count [N] of votes [N, K + 1] (left and right, or K places, and tie) that the majority of `voters`
     predicts. Of k places that lead together each earns 1/k; votes for a tie are not predicted.
     """
-    places, counted = voters[:, :-1], voters.sum(1) > 0
-    leads = places == places.max(1, keepdims=True)
+    options, counted = voters[:, :-1], voters.sum(1) > 0
+    leads = options == options.max(1, keepdims=True)
     credit = (votes[:, :-1] * leads).sum(1) / leads.sum(1)
     return credit * counted, votes[:, :-1].sum(1) * counted
 
@@ -150,7 +150,7 @@ def alpha_sums(votes: Array) -> Array:
     return np.where((count >= 2)[:, None], table, 0.0)
 
 
-def alpha_of_sums(sums: Array, places: int = 2) -> Array:
+def alpha_of_sums(sums: Array, options: int = 2) -> Array:
     """Compute Krippendorff's α [R] for nominal votes from sums [R, 3] of `alpha_sums`; NaN without variation.
 
     α = 1 − (n − 1) Σ_u Σ_{c≠k} n_uc n_uk / (m_u − 1) / Σ_{c≠k} n_c n_k, over the tasks and their images
@@ -158,6 +158,6 @@ def alpha_of_sums(sums: Array, places: int = 2) -> Array:
 
     Source: Krippendorff, Content Analysis (2004), 11.3.
     """
-    disagreement, sides, ties = places * sums[:, 0], sums[:, 1], places * sums[:, 2]
-    total = places * sides + ties
-    return 1 - ratio((total - 1) * disagreement, total**2 - places * sides**2 - ties**2)
+    disagreement, sides, ties = options * sums[:, 0], sums[:, 1], options * sums[:, 2]
+    total = options * sides + ties
+    return 1 - ratio((total - 1) * disagreement, total**2 - options * sides**2 - ties**2)

@@ -297,9 +297,9 @@ class VelocityRegression(ImageAlgorithm):
         parts = torch.arange(len(sample)).split(size)
         with torch.no_grad():
             chunks = [self._outputs(experience, step, sample[part], level[part]) for part in parts]
-        error, *others = map(torch.cat, zip(*(row.errors(pairs) for pairs, *_ in chunks), strict=True))
+        error, *values = map(torch.cat, zip(*(row.errors(pairs) for pairs, *_ in chunks), strict=True))
         leaf = error.requires_grad_()
-        loss = row.group_loss((leaf, *others), torch.cat([signal for _, signal, _ in chunks]))
+        loss = row.group_loss((leaf, *values), torch.cat([signal for _, signal, _ in chunks]))
         (slope,) = torch.autograd.grad(loss, leaf)
         sums = torch.zeros(len(SUMS), dtype=torch.float64, device=self.policy.device)
         for part in parts:
@@ -352,8 +352,8 @@ class VelocityRegression(ImageAlgorithm):
         old = v.detach() if step.on_policy else old
         anchors = {"none": None, "reference": v_ref, "old": old, "expert": expert}
         guidance = None if experience.guidance is None else experience.guidance[sample.to(x.device)]
-        others = {"anchor": anchors[row.anchor], "old": old if row.loss == "dgpo" else None, "guidance": guidance}
-        pairs = PairOutput(v=v, target=target, sigma=sigma, **others)
+        networks = {"anchor": anchors[row.anchor], "old": old if row.loss == "dgpo" else None, "guidance": guidance}
+        pairs = PairOutput(v=v, target=target, sigma=sigma, **networks)
         strengths = zip(PULLS, (step.kl, step.average_kl), (v_ref, v_average), strict=True)
         pulls = {name: k * velocity_kl(v, other) for name, k, other in strengths if k > 0 and other is not None}
         return pairs, experience.signal[images.own[sample]].to(v), pulls
