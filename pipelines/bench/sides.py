@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from torch import Tensor
@@ -56,11 +56,11 @@ def model_side(
     label = str(options.pop("name", None) or text.replace(",", ", "))
     run, lora = Path(path), [*filter(None, [options.pop("lora", None)])]
     if (run / "config.yaml").is_file() and not (run / INDEX).is_file():
-        if not (run / "lora").is_dir() and not (run / "model").is_dir():
-            raise UserError(f"'{path}' is a run without a result: it has no folder lora or model. Let it end first.")
         if (run / "lora").is_dir():
-            lora, (base, config) = [path, *lora], model_of(run)
-            path, options = str(base), {**({} if config is None else {"config": config}), **options}
+            lora, (path, config) = [path, *lora], cast("tuple[str, str | None]", model_of(run))
+            options = options if config is None else {"config": config, **options}
+        elif not (run / "model").is_dir():
+            raise UserError(f"'{path}' is a run without a result: it has no folder lora or model. Let it end first.")
         else:
             path = str(run / "model")
     drawing = common | {name: options.pop(name) for name in DRAWING if name in options}
@@ -77,8 +77,7 @@ def model_side(
         for seed in seeds
     ]
     facts = {name: getattr(settings, name) for name in ("model", "lora", *DRAWING, "options")}
-    base = Path(resolve_model(path))
-    weights = [base] if base.is_file() else sorted(base.rglob("*.safetensors"))
+    weights = [base] if (base := Path(resolve_model(path))).is_file() else sorted(base.rglob("*.safetensors"))
     weights += [lora_file(parse_lora(name)[0]) for name in lora]  # a missing one is refused before others have drawn
     facts["files"] = score_key([*map(str, weights)], "", None)
 
