@@ -164,12 +164,12 @@ def _unfit_teacher(config: FlowGRPOConfig) -> Iterator[str]:
         )
     if teacher is None:
         return
-    own, other = (pipeline_index(f) for f in (model.described_by, resolve_model(teacher)))
-    for part in family.present(own):
-        if (kind := (other.get(part) or [None, None])[1]) != own[part][1]:
+    student, other = (pipeline_index(f) for f in (model.described_by, resolve_model(teacher)))
+    for part in family.present(student):
+        if (kind := (other.get(part) or [None, None])[1]) != student[part][1]:
             yield (
                 f"objective.teacher is {teacher}, whose {part} is a {kind}, and that of {model.path} a "
-                f"{own[part][1]}. Name the model of the same architecture that was not distilled."
+                f"{student[part][1]}. Name the model of the same architecture that was not distilled."
             )
 
 

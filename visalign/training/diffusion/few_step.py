@@ -107,11 +107,11 @@ class Roles:
 
 def check_teacher(current: Mapping[str, Tensor], teacher: Mapping[str, Tensor]) -> None:
     """Refuse the weights of a network of other names or shapes."""
-    sizes, others = ({n: tuple(w.shape) for n, w in weights.items()} for weights in (current, teacher))
-    if differing := sorted(n for n, size in sizes.items() if others.get(n) != size):
+    sizes, teacher_sizes = ({n: tuple(w.shape) for n, w in weights.items()} for weights in (current, teacher))
+    if differing := sorted(n for n, size in sizes.items() if teacher_sizes.get(n) != size):
         name = differing[0]
         raise UserError(
-            f"objective.teacher is another network than model.path: {name} is {others.get(name, 'absent')} there and "
+            f"objective.teacher is another network than model.path: {name} is {teacher_sizes.get(name, 'absent')} there and "
             f"{sizes[name]} here. Name the model of the same architecture that was not distilled."
         )
 
@@ -130,7 +130,7 @@ class FewStepPaths:
 
 @dataclass(frozen=True, kw_only=True)
 class RoleStep:
-    """One optimizer update of one role."""
+    """Optimizer update of one role."""
 
     role: str
     sample: Tensor  # Indices among the B
@@ -167,8 +167,8 @@ class FewStepDistillation(ImageAlgorithm):
 
     def parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
         """Return the student's parameters, then those of the roles."""
-        own = [(f"{role}.{n}", p) for role, weights in self.roles.weights.items() for n, p in weights.items()]
-        return [*self.policy.trainable_parameters(), *own]
+        roles = [(f"{role}.{n}", p) for role, weights in self.roles.weights.items() for n, p in weights.items()]
+        return [*self.policy.trainable_parameters(), *roles]
 
     def rates(self, lr: float) -> Mapping[str, float]:
         """Return the learning rates of the roles over the student's."""
@@ -283,10 +283,10 @@ class FewStepDistillation(ImageAlgorithm):
         self, experience: FewStepPaths, step: RoleStep, batches: Sequence[Tensor], run: Context
     ) -> dict[str, Tensor]:
         """Compute weight, D_ref and stopped [B] of the surrogate's loss, over all processes' groups."""
-        own, row = run.counters.own, self.row
-        if own.setdefault(SLOW, 0):  # the copy follows the update before this one
-            self._slow.update(1, decay=row.slow_decay_at(own[SLOW] - 1))
-        own[SLOW] += 1
+        counts, row = run.counters.own, self.row
+        if counts.setdefault(SLOW, 0):  # the copy follows the update before this one
+            self._slow.update(1, decay=row.slow_decay_at(counts[SLOW] - 1))
+        counts[SLOW] += 1
         errors = torch.zeros(3, len(experience.group), dtype=torch.float64, device=self.policy.device)
         for rows in batches:
             query = self._predictions(experience, step, rows)[-1]
