@@ -111,8 +111,8 @@ def check_teacher(current: Mapping[str, Tensor], teacher: Mapping[str, Tensor]) 
     if differing := sorted(n for n, size in sizes.items() if teacher_sizes.get(n) != size):
         name = differing[0]
         raise UserError(
-            f"objective.teacher is another network than model.path: {name} is {teacher_sizes.get(name, 'absent')} there "
-            f"and {sizes[name]} here. Name the model of the same architecture that was not distilled."
+            f"objective.teacher is another network than model.path: {name} is {teacher_sizes.get(name, 'absent')} "
+            f"there and {sizes[name]} here. Name the model of the same architecture that was not distilled."
         )
 
 
