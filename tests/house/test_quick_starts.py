@@ -29,6 +29,7 @@ COMPLETIONS = ("data.size=8", "rollout.prompts_per_iteration=2", "rollout.group_
 BUDGETS = {
     "flow_grpo": IMAGES,
     "pref_grpo": IMAGES,
+    "shapes_few_step": ("run.iterations=3", *IMAGES[1:]),  # the critic and the surrogate learn alone first
     "sft_images": (*(each for each in IMAGES if "group_size" not in each), "data.images_size=4"),
     "text_grpo": (*TEXT, *COMPLETIONS),
     "text_ppo": (*TEXT, *COMPLETIONS),
@@ -47,7 +48,7 @@ BUDGETS = {
         "data.heldout: few.jsonl, evaluation.seeds: [0], evaluation.steps: 2}",
     ),
 }
-"""Pipeline -> settings of a small run."""
+"""Configuration or pipeline -> settings of a small run."""
 LENGTHS = {"run.iterations", "data.size", "rollout.samples"}
 """Settings of a page that the budget replaces; its other settings are kept."""
 OF_THE_READER = (
@@ -100,7 +101,7 @@ def test_the_quick_start_runs(block: Block, tmp_path: Path, monkeypatch: pytest.
     Path("few.jsonl").write_text(few, encoding="utf-8")
     for number, words in enumerate(runnable(block)):
         own = {word.partition("=")[0] for word in words} - LENGTHS
-        budgets = BUDGETS[str(read_config(words[1])["pipeline"])]
+        budgets = BUDGETS.get(words[1]) or BUDGETS[str(read_config(words[1])["pipeline"])]
         budget = [key for key in budgets if key.partition("=")[0] not in own]
         output = Path(words[words.index("--output") + 1]) if "--output" in words else Path(f"run{number}")
         given = [*words, *budget, *(() if "--output" in words else ("--output", str(output)))]

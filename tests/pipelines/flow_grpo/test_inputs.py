@@ -95,7 +95,7 @@ def test_rewards_of_sets_want_whole_sets_and_stay_out_of_the_evaluation() -> Non
             config(*given)
     near = "{frechet_gain: {options: {over: image, reference: [a red circle, a blue square]}}}"
     assert "frechet_gain" in prepare(config(f"evaluation.rewards={near}", "evaluation.correctness=null"), 1).rewards
-    with pytest.raises(UserError, match=r"evaluation\.rewards names vendi_gain, which judges sets"):
+    with pytest.raises(UserError, match=r"evaluation\.rewards names vendi_gain, which needs a training"):
         prepare(config("evaluation.rewards={vendi_gain: {}, shapes_verifier: {}}"), 1)
 
 
