@@ -40,7 +40,6 @@ LOOKED_AT = {
     "pipelines/cli/score.py:score": "an option a line, and one call",
     "pipelines/evaluate/job.py:evaluate": "two thirds are its arguments",
     "visalign/evaluation/pages/report.py:write_report": "its arguments, and one call of the template",
-    "visalign/flow/steering.py:steered_rollout": "one loop over the steps; half describes its arguments",
 }
 """File or `file:function` above these limits -> the reason why it is one subject."""
 MAX_FILES = 20

@@ -33,17 +33,15 @@ def steered_rollout(
 ) -> Tensor:
     """Denoise groups of `particles` samples by the SDE and resample each group after some steps.
 
-    After such a step k the image is predicted, x̂0 = x_k − σ_k v, without another forward, decoded and
-    scored: r_k. Particles are drawn again in proportion to exp(λ (r_k − r_prev)); the product along a path is
-    exp(λ r), so the group approaches p(x0) exp(λ r(x0)). Draws are systematic: a particle of weight w among n
-    has ⌊n w⌋ or ⌈n w⌉ children. Without a reward it has none, unless nothing in its group has one.
+    After such a step k the image x̂0 = x_k − σ_k v is predicted from that forward, decoded and scored: r_k. Particles
+    are drawn again in proportion to exp(λ (r_k − r_prev)); the product along a path is exp(λ r), so the group
+    approaches p(x0) exp(λ r(x0)). Draws are systematic: a particle of weight w among n has ⌊n w⌋ or ⌈n w⌉ children.
+    Without a reward it has none, unless nothing in its group has one.
 
     `condition` and `seeds` have the samples of a group consecutively; `reward` maps their images [M, 3, H, W] to
     [M], higher is better, NaN is unknown. `resample_after` are rising steps in 0 to T − 3: the noise of the next
     step separates the children, and the last step is the ODE's. λ is `strength`, per unit of the reward;
-    `schedule` and `noise_level` are those of `Kernel`.
-
-    Singhal et al., Feynman-Kac steering, arXiv 2501.06848.
+    `schedule` and `noise_level` are those of `Kernel`. Singhal et al., Feynman-Kac steering, arXiv 2501.06848.
     """
     sigmas = torch.as_tensor(sigmas).cpu().float()
     count, steps, after = len(condition), len(sigmas) - 1, list(resample_after)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -164,12 +163,6 @@ def test_a_policy_without_guidance_is_refused(tmp_path: Any) -> None:
         _trainer(tmp_path, changes={"teacher_guidance": 3.5})
 
 
-@contextmanager
-def _refused(message: str) -> Any:
-    with pytest.raises(UserError, match=message):
-        yield
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -184,7 +177,7 @@ def _refused(message: str) -> Any:
     ],
 )
 def test_wrong_options_are_refused(changes: dict[str, Any], message: str, tmp_path: Any) -> None:
-    with _refused(message):
+    with pytest.raises(UserError, match=message):
         _trainer(tmp_path, changes=changes)
 
 
@@ -197,5 +190,5 @@ def test_wrong_options_are_refused(changes: dict[str, Any], message: str, tmp_pa
     ],
 )
 def test_settings_of_other_algorithms_are_refused(more: dict[str, Any], message: str, tmp_path: Any) -> None:
-    with _refused(message):
+    with pytest.raises(UserError, match=message):
         _trainer(tmp_path, **more)
