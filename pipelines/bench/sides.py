@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -22,11 +22,12 @@ from visalign.evaluation.heldout.correctness import Tally, record_tags
 from visalign.evaluation.heldout.images import evaluate
 from visalign.evaluation.heldout.result import HeldoutResult
 from visalign.interfaces import score_named
+from visalign.pipelines.flow_grpo.job import evaluation_drawing, sampling_options
+from visalign.pipelines.jobs import load_job
 from visalign.pipelines.sample.job import SampleSettings, load_sampler
 from visalign.pipelines.score.image_rows import SAMPLED, ImageRow, image_rows, require_still
 from visalign.pipelines.score.log import score_key
 from visalign.pipelines.shared.reward_options import parse_options
-from visalign.pipelines.shared.run_folder import model_of
 from visalign.rewards.base.images import to_pil
 
 Parts = Iterable[slice]
@@ -54,16 +55,13 @@ def model_side(
     path, *items = re.split(r",(?=[A-Za-z_]+=)", text)
     options = parse_options(items, f"'{text}'")
     label = str(options.pop("name", None) or text.replace(",", ", "))
-    run, lora = Path(path), [*filter(None, [options.pop("lora", None)])]
-    if (run / "config.yaml").is_file() and not (run / INDEX).is_file():
-        if (run / "lora").is_dir():
-            lora, (path, config) = [path, *lora], cast("tuple[str, str | None]", model_of(run))
-            options = options if config is None else {"config": config, **options}
-        elif not (run / "model").is_dir():
-            raise UserError(f"'{path}' is a run without a result: it has no folder lora or model. Let it end first.")
-        else:
-            path = str(run / "model")
-    drawing = common | {name: options.pop(name) for name in DRAWING if name in options}
+    lora = [*filter(None, [options.pop("lora", None)])]
+    drawing = {name: options.pop(name) for name in DRAWING if name in options}
+    drawing = {name: value for name, value in common.items() if value is not None} | drawing
+    if (Path(path) / "config.yaml").is_file() and not (Path(path) / INDEX).is_file():
+        run = _trained_by(Path(path))
+        path, lora = run.model, [*run.lora, *lora]
+        drawing, options = run.drawing | drawing, run.options | options
     if unused := [name for name in options if name in SampleSettings.__dataclass_fields__]:
         raise UserError(
             f"'{text}': {unused[0]} is no option of one MODEL; seeds, --batch-size and --device hold for all, and a "
@@ -104,6 +102,29 @@ def model_side(
             )
 
     return Side(label=label, facts=facts, rows=rows, score=score)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A run's result, and how its evaluation drew."""
+
+    model: str
+    lora: list[str]
+    drawing: dict[str, Any]  # Fields of `SampleSettings`
+    options: dict[str, Any]  # Of the model
+
+
+def _trained_by(folder: Path) -> _Run:
+    """Read what a run's folder trained; a student of four steps is drawn in four, a model without guidance without."""
+    config = load_job(str(folder / "config.yaml"), pipelines=("flow_grpo", "pref_grpo", "sft_images")).config
+    drawing, options = evaluation_drawing(config), {"guidance": None, **sampling_options(config.model)}
+    drawing |= {name: options.pop(name) for name in ("adapter",) if name in options}
+    if (folder / "lora").is_dir():
+        return _Run(config.model.path, [str(folder)], drawing, options)
+    if not (folder / "model").is_dir():
+        raise UserError(f"'{folder}' is a run without a result: it has no folder lora or model. Let it end first.")
+    files = ("config", "variant")  # of the model that the run began with
+    return _Run(str(folder / "model"), [], drawing, {n: v for n, v in options.items() if n not in files})
 
 
 def folder_sides(paths: Sequence[str], records: Sequence[Record] | None, scoring: Mapping[str, Any]) -> list[Side]:

@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from visalign.adapters.catalogue import family_of
+from visalign.adapters.catalogue import OwnSampling, family_of
 from visalign.adapters.model_folder import pipeline_index
 from visalign.data.assets import PACKAGED, resolve_model
 from visalign.data.sets.prompt_files import record_key
@@ -128,19 +128,26 @@ def sample_command(config: FlowGRPOConfig, output: Path, *, edits: bool = False)
     source = config.data.heldout or config.data.train
     has_sources = edits and Path(source).suffix not in (".txt", "")  # without them nothing can be edited
     prompts = [source, "--seeds", "0"] if has_sources else ["a red circle"]
-    options, sampling = sampling_options(model), []
+    options, sampling, drawing = sampling_options(model), [], evaluation_drawing(config)
     files = {f"--{name}": options.pop(name) for name in ("config", "variant") if name in options}
     trained = [model.path, *chain(*files.items()), "--lora", result]
     weights = ["--model", *([result] if model.lora is None else trained)]
-    own_steps = model.lora is None or config.objective.few_step is not None
-    if own_steps or Path(model.path).name not in PACKAGED:  # sampled by the pipeline's own defaults otherwise
+    if model.lora is None or Path(model.path).name not in PACKAGED or drawing["steps"] != OwnSampling().steps:
         options.setdefault("guidance", None)
-        sampling = ["--steps", str(config.evaluation.steps or config.rollout.steps), "--dtype", model.dtype]
-    if config.rollout.timestep_schedule != "diffusers":
-        sampling += ["--timestep-schedule", config.rollout.timestep_schedule]
+        sampling = ["--steps", str(drawing["steps"]), "--dtype", model.dtype]
+    for name, default in {"solver": "euler", "timestep_schedule": "diffusers"}.items():
+        if drawing[name] != default:
+            sampling += [f"--{name.replace('_', '-')}", drawing[name]]
     words = [f"{name}={json.dumps(value)}" for name, value in options.items()]
     flags = [word for option in words for word in ("--option", option)]
     return ["visalign", "sample", *prompts, *weights, *sampling, *flags, "--output", str(output / "images")]
+
+
+def evaluation_drawing(config: FlowGRPOConfig) -> dict[str, Any]:
+    """Return the fields of `SampleSettings` under which images are drawn as in the run's evaluation."""
+    drawing = {name: getattr(config.rollout, name) for name in ("steps", "timestep_schedule")}
+    drawing |= {"solver": config.evaluation.solver, "dtype": config.model.dtype}
+    return drawing if config.evaluation.steps is None else drawing | {"steps": config.evaluation.steps}
 
 
 def sampling_options(model: ModelConfig) -> dict[str, Any]:

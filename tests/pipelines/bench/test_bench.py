@@ -226,10 +226,14 @@ def test_a_run_is_the_model_that_it_trained(tmp_path: Path) -> None:
     (tmp_path / "lora" / "pytorch_lora_weights.safetensors").touch()
     side = sides.model_side(f"{tmp_path},steps=4", [{"prompt": "a"}], [0, 1], tmp_path, {}, batch_size=2)
     (tmp_path / "lora" / "pytorch_lora_weights.safetensors").write_bytes(b"trained on")
+    config = (tmp_path / "config.yaml").read_text()
+    (tmp_path / "config.yaml").write_text(f"{config}rollout: {{steps: 4, timestep_schedule: plain}}\n")
+    student = sides.model_side(str(tmp_path), [{"prompt": "a"}], [0], tmp_path, {}, steps=None).facts
+    assert (student["steps"], student["timestep_schedule"], student["options"]) == (4, "plain", {"guidance": None})
     later = sides.model_side(f"shapes-sd3,name=,lora={tmp_path}:0.5", [{"prompt": "a"}], [0], tmp_path, {})
     assert later.label.startswith("shapes-sd3, name")
     assert len({side.facts["files"], later.facts["files"]}) == 2
-    (tmp_path / "config.yaml").write_text("model: {path: a.safetensors, config: shapes-sd3}\n")
+    (tmp_path / "config.yaml").write_text("pipeline: flow_grpo\nmodel: {path: a.safetensors, config: shapes-sd3}\n")
     with pytest.raises(UserError, match=r"model\.config is for a model of one file, and a\.safetensors"):  # passed on
         sides.model_side(str(tmp_path), [{"prompt": "a"}], [0], tmp_path, {})
     assert (side.facts["model"], side.facts["lora"], side.facts["steps"]) == ("shapes-sd3", [str(tmp_path)], 4)
