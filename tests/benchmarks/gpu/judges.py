@@ -54,7 +54,7 @@ for tokens, place in itertools.product(options.max_tokens, dict.fromkeys((device
     print(json.dumps(row), flush=True)
     if not options.profile:
         continue
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity[device.upper()]]) as trace:
+    with torch.profiler.profile(activities=[getattr(torch.profiler.ProfilerActivity, device.upper())]) as trace:
         start = time.perf_counter()
         reward.score(batches[4], prompts)
         elapsed = time.perf_counter() - start
