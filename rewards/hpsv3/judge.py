@@ -77,7 +77,8 @@ class HPSv3:
         check_loading(self.name, options)
         check_counts(self.name, ramp=ramp)
         self.iteration, self._ramp = 0.0, ramp
-        self.capabilities = RewardCapabilities(at_iteration=None if ramp is None else self.at)
+        at = None if ramp is None else self.at
+        self.capabilities = RewardCapabilities(at_iteration=at, takes_gpu_images=True)
         self._source = model
         self._options = {"base": base, "template": template, "device": device, **options}
         self._options["dtype"] = dtype_of(precision, "hpsv3: ", device)

@@ -188,7 +188,7 @@ class RewardDancePairs(_YesNoJudge):
         **options: Any,
     ) -> None:
         self.both_orders = both_orders
-        self.capabilities = RewardCapabilities(both_orders=both_orders)
+        self.capabilities = RewardCapabilities(both_orders=both_orders, takes_gpu_images=True)
         super().__init__(model, device=device, options={"both_orders": both_orders}, **options)
 
     def compare(self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Preferences:

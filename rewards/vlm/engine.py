@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visalign.interfaces import RewardCapabilities
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.weights.checkpoint_files import dtype_of
@@ -262,6 +263,7 @@ class EngineJudge:
     """
 
     name: str
+    capabilities = RewardCapabilities(takes_gpu_images=True)
     options: Mapping[str, Any]  # What the scores depend on besides model and question
 
     def __init__(self, model: Any, default: Template, template: Template | None = None, **loading: Any) -> None:

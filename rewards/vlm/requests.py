@@ -21,7 +21,7 @@ from visalign.rewards.base.contract import Request, RewardError, prompt_problem
 from visalign.rewards.base.images import load_images
 from visalign.vision.images import ImageFeatures, PatchedImage, pixel_digest, tower_features
 from visalign.vision.patches import PatchCutter
-from visalign.vision.pixels import rounded_levels, to_levels
+from visalign.vision.pixels import rounded_levels
 
 from .template import Template, escape
 
@@ -61,8 +61,20 @@ class PatchEncoder:
         return SeenImage(_digest(pixels), grid, self.cutter.tokens(grid), pixels)
 
     def features(self, trunk: Any, images: Sequence[SeenImage]) -> list[ImageFeatures]:
-        cut = [PatchedImage(i.digest, i.grid, i.tokens, self.cutter.cut(i.pixels)) for i in images]
-        return tower_features(trunk, cut)
+        alike: dict[Any, list[SeenImage]] = {}  # images without a gradient by size: they are cut together
+        for image in images:
+            alone = image.pixels.ndim == 4 or image.pixels.is_floating_point()
+            alike.setdefault(image.digest if alone else image.pixels.shape, []).append(image)
+        device = trunk.get_input_embeddings().weight.device
+        where = device if device.type == "cuda" else "cpu"  # no other has float64 and PIL's pixels
+        patches: dict[SeenImage, Tensor] = {}
+        for group in alike.values():
+            pixels = [image.pixels.to(where) for image in group]
+            cut = (
+                self.cutter.cut(pixels[0]) if len(group) == 1 else self.cutter.cut(torch.stack(pixels), is_clip=False)
+            )
+            patches |= zip(group, cut.chunk(len(group)), strict=True)
+        return tower_features(trunk, [PatchedImage(i.digest, i.grid, i.tokens, patches[i]) for i in images])
 
     def settings(self) -> dict[str, Any]:
         return self.cutter.settings()
@@ -81,7 +93,7 @@ class TileEncoder:
         if pixels.ndim != 3:
             raise RewardError("A model that cuts images into tiles takes no clip; give a Qwen2-VL.")
         tiles = self._images.get_number_of_image_patches(*pixels.shape[1:], {"crop_to_patches": True})
-        return SeenImage(_digest(pixels), (int(tiles), 1, 1), int(tiles) * self._length, pixels)
+        return SeenImage(_digest(pixels), (int(tiles), 1, 1), int(tiles) * self._length, pixels.cpu())
 
     def _cut(self, pixels: Tensor, **options: Any) -> Tensor:
         options |= {"return_tensors": "pt", "input_data_format": "channels_first"}
@@ -112,7 +124,7 @@ class SplitEncoder(TileEncoder):
     def measure(self, pixels: Tensor) -> SeenImage:
         if pixels.ndim != 3:
             raise RewardError("A model that cuts images into tiles takes no clip; give a Qwen2-VL.")
-        levels = rounded_levels(pixels.detach()) if pixels.is_floating_point() else pixels
+        levels = (rounded_levels(pixels.detach()) if pixels.is_floating_point() else pixels).cpu()
         split = self._images(images=[levels], return_row_col_info=True, input_data_format="channels_first")
         text = self._processor.replace_image_token(split, 0)
         ids = tuple(self._processor.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -121,7 +133,7 @@ class SplitEncoder(TileEncoder):
             raise RewardError(
                 f"The tokenizer gives {tiles} tiles {count} image tokens; needed are {needed}. Take the original's."
             )
-        return SeenImage(_digest(pixels), (tiles, 1, 1), count, pixels, ids)
+        return SeenImage(_digest(pixels), (tiles, 1, 1), count, pixels.cpu(), ids)
 
     def features(self, trunk: Any, images: Sequence[SeenImage]) -> list[ImageFeatures]:
         device = trunk.get_input_embeddings().weight.device
@@ -204,7 +216,8 @@ class RowEncoder:
         for image in query.images:
             if id(image) not in measured:
                 has_gradient = torch.is_grad_enabled() and image.requires_grad
-                measured[id(image)] = self._images.measure(image if has_gradient else to_levels(image))
+                is_exact = has_gradient or image.dtype == torch.uint8
+                measured[id(image)] = self._images.measure(image if is_exact else rounded_levels(image.detach()))
         images = tuple(measured[id(image)] for image in query.images)
         remaining, ids = iter(images), []
         for token in text_ids:

@@ -51,9 +51,10 @@ def test_scores_are_those_of_the_cpu(name: str, low_precision: str | None):
         torch.testing.assert_close(exact, expected, rtol=1e-3, atol=1e-3)
 
 
-def test_an_image_on_the_gpu_and_one_on_the_cpu_get_one_score():
+@pytest.mark.parametrize("name", ["clip_score", "reward_dance"])
+def test_an_image_on_the_gpu_and_one_on_the_cpu_get_one_score(name: str):
     images, prompts = images_and_prompts()
-    reward = load_reward("clip_score", precision="fp32")
+    reward = load_reward(name, precision="fp32")
     torch.testing.assert_close(
         reward.score(images.to("cuda"), prompts).value, reward.score(images, prompts).value, rtol=0, atol=1e-6
     )

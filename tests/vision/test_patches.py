@@ -109,3 +109,9 @@ def test_images_with_a_gradient_have_the_processors_pixels(size) -> None:
     # rows of the resize sum to 1: along a brighter image each number grows by 1 / std
     growth = sum(cut.numel() / 3 / deviation for deviation in cutter.std)
     assert float(gradient.sum()) == pytest.approx(growth, rel=1e-4)
+
+
+def test_images_cut_together_have_the_patches_of_each() -> None:
+    cutter = PatchCutter.of(Qwen2VLImageProcessor(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1600}))
+    images = torch.stack([make_image(90, 40, seed) for seed in range(3)])
+    assert torch.equal(cutter.cut(images, is_clip=False), torch.cat([cutter.cut(image) for image in images]))

@@ -40,8 +40,9 @@ class ImageFeatures:
 
 def pixel_digest(pixels: Tensor) -> str:
     """Return 32 hex digits that tell images uint8 [3, H, W] apart."""
-    shape = f"{tuple(pixels.shape)}".encode()
-    return hashlib.blake2b(shape + pixels.cpu().contiguous().numpy().tobytes(), digest_size=16).hexdigest()
+    digest = hashlib.blake2b(f"{tuple(pixels.shape)}".encode(), digest_size=16)
+    digest.update(pixels.cpu().contiguous().numpy().data)
+    return digest.hexdigest()
 
 
 def tower_features(trunk: Any, images: Sequence[PatchedImage]) -> list[ImageFeatures]:
@@ -54,10 +55,6 @@ def tower_features(trunk: Any, images: Sequence[PatchedImage]) -> list[ImageFeat
         return_dict=True,
     )
     layers = getattr(output, "deepstack_features", None) or ()
-    rows = [len(embeds) for embeds in output.pooler_output]
-    layers = [
-        layer.split(rows) if isinstance(layer, Tensor) else layer for layer in layers
-    ]  # by transformers' version
     return [
         ImageFeatures(embeds, tuple(layer[index] for layer in layers))
         for index, embeds in enumerate(output.pooler_output)

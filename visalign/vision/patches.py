@@ -91,23 +91,23 @@ class PatchCutter:
         flat = pixels.float().reshape(-1, *pixels.shape[-3:])
         return resize_like_pil(flat, size, self.resample).view(*pixels.shape[:-2], *size)
 
-    def cut(self, pixels: Tensor) -> Tensor:
+    def cut(self, pixels: Tensor, *, is_clip: bool = True) -> Tensor:
         """Return patches [moments · rows · columns, 3 · frames · patch²] float32 of an image [3, H, W] or a clip
         [F, 3, H, W], as `levels` takes them. The last frame is repeated where a moment lacks one; patches of one
-        token stand together.
+        token stand together. Unless `is_clip`, [F, 3, H, W] are F images, whose patches follow one another.
         """
         mean, std = (torch.tensor(of, device=pixels.device).view(3, 1, 1) for of in (self.mean, self.std))
-        image = (self.levels(pixels) / 255 - mean) / std
-        if image.ndim == 3:
-            image = image[None].expand(self.frames, -1, -1, -1)
-        elif short := -len(image) % self.frames:
-            image = torch.cat([image, image[-1:].expand(short, -1, -1, -1)])
+        images = (self.levels(pixels) / 255).sub_(mean).div_(std)
+        if images.ndim == 3 or not is_clip:
+            images = images.view(-1, 1, *images.shape[-3:]).expand(-1, self.frames, -1, -1, -1)
+        elif short := -len(images) % self.frames:
+            images = torch.cat([images, images[-1:].expand(short, -1, -1, -1)])
         side, merge = self.patch, self.merge
-        moments, rows, columns = len(image) // self.frames, image.shape[2] // side, image.shape[3] // side
-        parts = image.reshape(moments, self.frames, 3, rows // merge, merge, side, columns // merge, merge, side)
+        rows, columns = images.shape[-2] // side, images.shape[-1] // side
+        parts = images.reshape(-1, self.frames, 3, rows // merge, merge, side, columns // merge, merge, side)
         # [moment, rows, columns, row, column in a token, 3, frame, side, side]
         parts = parts.permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
-        return parts.reshape(moments * rows * columns, 3 * self.frames * side * side)
+        return parts.reshape(len(parts) * rows * columns, 3 * self.frames * side * side)
 
 
 def smart_resize(

@@ -82,7 +82,7 @@ def to_levels(image: Tensor) -> Tensor:
 
 def rounded_levels(image: Tensor) -> Tensor:
     """Round a float image in [0, 1] to uint8 levels on its device."""
-    return image.float().mul(255).round().clamp(0, 255).to(torch.uint8)
+    return image.float().mul(255).round_().clamp_(0, 255).to(torch.uint8)
 
 
 def _from_pil(image: Image.Image, where: str) -> Tensor:

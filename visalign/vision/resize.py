@@ -4,8 +4,9 @@
 PIL resizes 8-bit images in two passes with fixed-point weights and rounds after each. Here the width always
 comes first, as in Pillow up to 12, with which the published models were trained; Pillow 13 begins with the
 height where it shrinks much (pull request 9549), which moves hard edges of tall images by a few levels. The
-passes are matrix products, because `torch.nn.functional.interpolate(antialias=True)` on the CPU gives wrong
-pixels for some layouts (torch 2.15: images of width 1, by up to 166 levels).
+CPU has PIL itself do each pass. On a GPU the passes are matrix products over a whole batch.
+`torch.nn.functional.interpolate(antialias=True)` on the CPU gives wrong pixels for some layouts (torch 2.15: images
+of width 1, by up to 166 levels).
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 _ONE = float(2**22)  # PIL's fixed-point 1
@@ -21,6 +24,18 @@ _ONE = float(2**22)  # PIL's fixed-point 1
 
 def resize_like_pil(levels: Tensor, size: tuple[int, int], interpolation: str = "bicubic") -> Tensor:
     """Resize levels [N, C, H, W] to float32 levels as `PIL.Image.resize` does ("bicubic" or "bilinear")."""
+    if levels.device.type != "cpu":
+        return resize_by_products(levels, size, interpolation)
+    (height, width), how = size, Image.Resampling[interpolation.upper()]
+    resized = np.empty((*levels.shape[:2], height, width), np.uint8)
+    for index in np.ndindex(*levels.shape[:2]):
+        plane = Image.fromarray(levels[index].to(torch.uint8).numpy())
+        resized[index] = np.asarray(plane.resize((width, plane.height), how).resize((width, height), how))
+    return torch.from_numpy(resized).float()
+
+
+def resize_by_products(levels: Tensor, size: tuple[int, int], interpolation: str) -> Tensor:
+    """Resize levels as `resize_like_pil` does, by one matrix product a side in float64, for devices that have it."""
     height, width = size
     levels = levels.double()  # holds the integer sums exactly
     if levels.shape[3] != width:
