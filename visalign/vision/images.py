@@ -55,6 +55,10 @@ def tower_features(trunk: Any, images: Sequence[PatchedImage]) -> list[ImageFeat
         return_dict=True,
     )
     layers = getattr(output, "deepstack_features", None) or ()
+    rows = [len(embeds) for embeds in output.pooler_output]
+    layers = [
+        layer.split(rows) if isinstance(layer, Tensor) else layer for layer in layers
+    ]  # by transformers' version
     return [
         ImageFeatures(embeds, tuple(layer[index] for layer in layers))
         for index, embeds in enumerate(output.pooler_output)

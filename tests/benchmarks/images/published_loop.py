@@ -40,6 +40,7 @@ from visalign.training import (
     RunSettings,
     Trainer,
 )
+from visalign.training.loop.runtime import PhaseClock
 
 PROMPTS = [f"a {colour} {shape}" for colour in ("red", "blue", "green", "yellow") for shape in ("circle", "square")]
 CLIP, UPDATES, LR, EMA, EMA_EVERY = 1e-4, 2, 3e-4, 0.9, 8
@@ -58,7 +59,8 @@ class Published:
         self.weights = [weight for _, weight in policy.trainable_parameters()]
         self.average = [weight.detach().clone() for weight in self.weights]
         self.optimizer = torch.optim.AdamW(self.weights, lr=LR, weight_decay=1e-4)
-        self.sigmas = policy.sigmas(options.steps)
+        self.sigmas = policy.sigmas(options.steps).to(policy.device)
+        self.clock = PhaseClock()
         self.kernel = Kernel(schedule="flow", noise_level=0.7, sigma_max=float(self.sigmas[1]))
         self.updates = 0
 
@@ -78,8 +80,10 @@ class Published:
         for i in range(0, len(batches), share):
             for batch in batches[i : i + share]:
                 for step in range(self.options.steps - 1):
-                    (self._loss(batch, step) / (share * (self.options.steps - 1))).backward()
-            self._update()
+                    with self.clock.phase("update"):
+                        (self._loss(batch, step) / (share * (self.options.steps - 1))).backward()
+            with self.clock.phase("update"):
+                self._update()
 
     def _velocity(self, x: Tensor, step: int, context: tuple[Tensor, ...]) -> Tensor:
         """Both halves in one batch, with gradient where there is one."""
@@ -98,16 +102,20 @@ class Published:
     def _sample(self, prompts: list[str]) -> dict[str, Any]:
         whole, pooled = self.policy._text._encode(prompts)
         embeds, weights = collapse_null_tokens(whole)
+        weights = weights if weights.any() else None
         context = (embeds, pooled, *self.policy._text.null(len(prompts)), weights)
-        x = torch.randn(len(prompts), *self.policy.latent_shape)
+        x = torch.randn(len(prompts), *self.policy.latent_shape, device=self.policy.device)
         states, log_probs = [x], []
-        for step in range(self.options.steps):
-            v = self._velocity(x, step, context)
-            transition = self.kernel.step(x, v, self.sigmas[step], self.sigmas[step + 1])
-            x = transition.sample(torch.randn_like(x))
-            states.append(x)
-            log_probs.append(transition.log_prob(x))
-        reward = redness(self.policy.decode(x), prompts, None)
+        with self.clock.phase("rollout"):
+            for step in range(self.options.steps):
+                v = self._velocity(x, step, context)
+                transition = self.kernel.step(x, v, self.sigmas[step], self.sigmas[step + 1])
+                x = transition.sample(torch.randn_like(x))
+                states.append(x)
+                log_probs.append(transition.log_prob(x))
+        with self.clock.phase("decode"):
+            images = self.policy.decode(x)
+        reward = redness(images, prompts, None)
         return {"context": context, "states": states, "old": log_probs, "reward": reward}
 
     def _loss(self, batch: dict[str, Any], step: int) -> Tensor:

@@ -317,6 +317,7 @@ def in_forks(folder: Path, processes: int, work: Callable[[], object]) -> bool:
             shared = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             os.environ |= {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "ACCELERATE_USE_CPU": "1"}
             torch.cuda.is_available = lambda: False  # CUDA does not survive a fork
+            torch._C._get_accelerator = lambda *_: torch.device("cpu")  # on which a barrier allocates
             AcceleratorState._reset_state(reset_partial_state=True)  # another test's, of one process
             code = 1
             try:

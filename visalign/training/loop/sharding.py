@@ -40,11 +40,6 @@ def shard(network: nn.Module, accelerator: Accelerator, undivided: Collection[nn
     objects afterwards: look them up again. `undivided` are frozen ones that stay whole in each process.
     """
     check_several(accelerator.num_processes)
-    if not hasattr(FSDPModule, "reset_iter_state"):
-        raise UserError(
-            f"sharding needs FSDP2 with reset_iter_state, as PyTorch 2.14 has it, and this is "
-            f"{torch.__version__}. Update torch, or leave sharding out."
-        )
     for name, weight in network.named_parameters():
         if not weight.is_floating_point() or type(weight.data) is not Tensor:
             raise UserError(
@@ -55,6 +50,11 @@ def shard(network: nn.Module, accelerator: Accelerator, undivided: Collection[nn
             raise UserError(
                 f"sharding cannot divide {name}, which is a single number. Freeze it, or leave sharding out."
             )
+    if not hasattr(FSDPModule, "reset_iter_state"):
+        raise UserError(
+            f"sharding needs FSDP2 with reset_iter_state, as PyTorch 2.14 has it, and this is "
+            f"{torch.__version__}. Update torch, or leave sharding out."
+        )
     with torch.no_grad():
         for value in (*network.parameters(), *network.buffers()):
             distributed.broadcast(value.data, src=0)  # fully_shard takes each process's own weights
