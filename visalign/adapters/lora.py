@@ -7,8 +7,7 @@ LoRA, arXiv 2106.09685: W x + (α / r) B A x, with A random and B = 0, so that t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -132,18 +131,3 @@ def other_scales(metadata: Mapping[str, Any]) -> list[str]:
     """Return the settings that scale saved adapters otherwise than by α / r."""
     names = ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
     return [name for name, value in metadata.items() if value and name.rpartition(".")[2] in names]
-
-
-@contextmanager
-def lora_disabled(layers: list[Any]) -> Iterator[None]:
-    """Switch adapters off inside the block, also under DDP; `requires_grad` is restored afterwards."""
-    flags = [(weight, weight.requires_grad) for layer in layers for weight in layer.parameters()]
-    try:
-        for layer in layers:
-            layer.enable_adapters(False)
-        yield
-    finally:
-        for layer in layers:
-            layer.enable_adapters(True)
-        for weight, trainable in flags:
-            weight.requires_grad_(trainable)

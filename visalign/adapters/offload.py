@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .weights import swapped_weights
+from visalign.swapping import swapped_weights
 
 ENCODERS = ("text_encoder", "image_encoder", "prompt_upsampler")
 """Beginnings of the names of a pipeline's encoders of texts and images."""

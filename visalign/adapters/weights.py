@@ -3,28 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from peft.tuners.lora import LoraLayer
-from torch import Tensor, nn
+from torch import nn
 
 from visalign.errors import UserError
-
-from .lora import lora_disabled
-
-
-@contextmanager
-def swapped_weights(parameters: Sequence[Tensor], stored: Sequence[Tensor]) -> Iterator[None]:
-    """Swap in stored values (of the same shapes), without copying; graphs built before stay valid after it."""
-    current = [parameter.data for parameter in parameters]
-    try:
-        for parameter, value in zip(parameters, stored, strict=True):
-            parameter.data = value
-        yield
-    finally:
-        for parameter, value in zip(parameters, current, strict=True):
-            parameter.data = value
+from visalign.swapping import lora_disabled, swapped_weights
 
 
 class TrainedWeights:

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from visalign.adapters.weights import swapped_weights
 from visalign.errors import UserError
+from visalign.swapping import swapped_weights
 
 DIGIT = 1024  # base in which positions in a latent are written, so that float32 holds each digit exactly enough
 

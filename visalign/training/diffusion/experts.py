@@ -13,7 +13,7 @@ from torch import Tensor
 from visalign.errors import UserError
 from visalign.flow.rollout import velocity_of
 from visalign.interfaces import Condition
-from visalign.training.policy.reference import swapped_weights
+from visalign.swapping import swapped_weights
 
 REST = "*"  # Tag of all prompts that no other expert is named for
 
@@ -41,21 +41,16 @@ class Experts:
     def __init__(self, policy: Any, folders: Mapping[str, str | Path], records: Sequence[Mapping[str, Any]]) -> None:
         check_experts(folders, records)
         self._policy, self._folders = policy, {tag: str(folder) for tag, folder in folders.items()}
-        trained = self._copy_weights()
-        self._weights = {}
-        try:
-            for folder in sorted(set(self._folders.values())):
-                policy.load(Path(folder))
-                self._weights[folder] = self._copy_weights()
-        except (OSError, RuntimeError, ValueError) as error:
-            raise UserError(f"objective.experts: {folder} is no expert of this policy: {error}") from error
-        finally:
-            with torch.no_grad():
-                for name, parameter in policy.trainable_parameters():
-                    parameter.copy_(trained[name])
-
-    def _copy_weights(self) -> dict[str, Tensor]:
-        return {name: p.detach().clone() for name, p in self._policy.trainable_parameters()}
+        self._weights: dict[str, list[Tensor]] = {}
+        self._trained = [parameter for _, parameter in policy.trainable_parameters()]
+        for folder in sorted(set(self._folders.values())):
+            copies = [parameter.detach().clone() for parameter in self._trained]
+            try:
+                with swapped_weights(self._trained, copies):
+                    policy.load(Path(folder))
+                    self._weights[folder] = [parameter.data for parameter in self._trained]
+            except (OSError, RuntimeError, ValueError) as error:
+                raise UserError(f"objective.experts: {folder} is no expert of this policy: {error}") from error
 
     @torch.no_grad()
     def velocity(
@@ -68,7 +63,7 @@ class Experts:
         for folder in sorted(set(folders)):
             rows = torch.tensor([i for i, other in enumerate(folders) if other == folder])
             index = rows.to(x.device)
-            with swapped_weights(self._policy, self._weights[folder]):
+            with swapped_weights(self._trained, self._weights[folder]):
                 v = velocity_of(self._policy, x[index], sigma[index], condition.select(rows), time[index])
             velocity[index] = v.to(velocity.dtype)
         return velocity

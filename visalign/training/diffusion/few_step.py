@@ -34,16 +34,16 @@ from visalign.flow.rollout import check_finite, first_latents, velocity_of
 from visalign.flow.trajectory import Trajectory, trajectory_of_latents
 from visalign.interfaces import Condition, DiffusionPolicy
 from visalign.seeds import sample_seed
+from visalign.swapping import swapped_weights
 from visalign.training.loop.algorithm import Collected, Context
 from visalign.training.loop.ema import EMA
 from visalign.training.loop.processes import no_sync_unless_last
 from visalign.training.loop.runtime import PhaseClock
 from visalign.training.loop.sampler import Batch
-from visalign.training.policy.reference import swapped_weights
 from visalign.training.policy.update import split_updates
 
 from .images import ImageAlgorithm
-from .merging import adapters_off, guidance_scale
+from .merging import guidance_scale
 from .samples import Records
 
 STUDENT, TEACHER, CRITIC, SURROGATE = "student", "teacher", "critic", "surrogate"
@@ -63,21 +63,21 @@ class Roles:
 
     def __init__(self, policy: DiffusionPolicy, names: Sequence[str], teacher: Mapping[str, Tensor] | None) -> None:
         self._policy, trained = policy, policy.trainable_parameters()
-        self._adapters = [part for part in policy.module.modules() if isinstance(part, LoraLayer)]
+        has_adapters = any(isinstance(part, LoraLayer) for part in policy.module.modules())
         with policy.reference():
             start = {n: p.detach().clone() for n, p in trained}
-        if self._adapters:  # B = 0 is the base
+        if has_adapters:  # B = 0 is the base
             start = {n: torch.zeros_like(p) if ".lora_B." in n else p for n, p in start.items()}
-        self._base: list[tuple[nn.Parameter, Tensor]] = []  # Frozen weights, and the teacher's
+        self._base: tuple[list[Tensor], list[Tensor]] = [], []  # Frozen weights, and the teacher's
         self._teacher: Mapping[str, Tensor] | None = None  # Of a policy without adapters; None: its reference
         if teacher is not None:
             current = dict(trained)
-            if self._adapters:
+            if has_adapters:
                 current = {n: p for n, p in policy.module.named_parameters() if n not in start}
             check_teacher({n.replace(".base_layer.", "."): p for n, p in current.items()}, teacher)
             loaded = {n: teacher[n.replace(".base_layer.", ".")].to(p) for n, p in current.items()}
-            if self._adapters:
-                self._base = [(p, loaded[n]) for n, p in current.items()]
+            if has_adapters:
+                self._base = list(current.values()), list(loaded.values())
             else:
                 self._teacher = start = loaded
         self.weights = {name: {n: nn.Parameter(w.clone()) for n, w in start.items()} for name in names}
@@ -89,20 +89,12 @@ class Roles:
             yield
             return
         weights = self._teacher if role == TEACHER else state or self.weights[role]
+        context = self._policy.reference()
         if weights is not None:
             trained = self._policy.trainable_parameters()
-            context = swapped_weights(self._policy, {n: weights[n].detach().to(p.dtype) for n, p in trained})
-        else:
-            context = adapters_off(self._adapters) if self._adapters else self._policy.reference()
-        before = [base.data for base, _ in self._base]
-        with context:
-            try:
-                for base, data in self._base:
-                    base.data = data
-                yield
-            finally:
-                for (base, _), data in zip(self._base, before, strict=True):
-                    base.data = data
+            context = swapped_weights([p for _, p in trained], [weights[n].detach().to(p.dtype) for n, p in trained])
+        with swapped_weights(*self._base), context:
+            yield
 
 
 def check_teacher(current: Mapping[str, Tensor], teacher: Mapping[str, Tensor]) -> None:

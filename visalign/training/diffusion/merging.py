@@ -7,7 +7,7 @@ Source: LoRA, arXiv 2106.09685, section 4.1: W + (α / r) B A costs no more than
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from visalign.errors import UserError
 from visalign.interfaces import DiffusionPolicy
+from visalign.swapping import lora_disabled, swapped_weights
 
 
 def mergeable_adapters(network: nn.Module) -> list[Any]:
@@ -50,34 +51,14 @@ def merged_adapters(layers: list[Any]) -> Iterator[None]:
     dtype, where unmerged products are rounded and then added, so outputs differ by rounding. Inside the block
     there is no reference.
     """
-    bases: list[Any] = [layer.get_base_layer() for layer in layers]
-    weights: list[Tensor] = [base.weight.data for base in bases]
-    try:
-        for layer, base in zip(layers, bases, strict=True):
-            with torch.no_grad():
-                merged = base.weight.data.float() + sum(map(layer.get_delta_weight, layer.active_adapters))
-            base.weight.data = merged.to(base.weight.dtype)
-        del merged
-        with adapters_off(layers):
-            yield
-    finally:
-        for base, weight in zip(bases, weights, strict=True):
-            base.weight.data = weight
-
-
-@contextmanager
-def adapters_off(layers: Sequence[Any]) -> Iterator[None]:
-    """Switch adapters off inside the block; `requires_grad` is restored afterwards."""
-    flags = [(weight, weight.requires_grad) for layer in layers for weight in layer.parameters()]
-    try:
-        for layer in layers:
-            layer.enable_adapters(False)
+    weights: list[Tensor] = [layer.get_base_layer().weight for layer in layers]
+    merged = []
+    with torch.no_grad():
+        for layer, weight in zip(layers, weights, strict=True):
+            total = weight.float() + sum(map(layer.get_delta_weight, layer.active_adapters))
+            merged.append(total.to(weight.dtype))
+    with swapped_weights(weights, merged), lora_disabled(layers):
         yield
-    finally:
-        for layer in layers:
-            layer.enable_adapters(True)
-        for weight, trainable in flags:
-            weight.requires_grad_(trainable)
 
 
 @contextmanager

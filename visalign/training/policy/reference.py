@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -15,25 +15,12 @@ from torch import Tensor
 from visalign.core import Objective, Trajectories
 from visalign.core.objective.stages import sample_reward
 from visalign.core.surrogates.kl_gate import KLGate, gated_coefficient, next_gate
+from visalign.swapping import swapped_weights
 from visalign.training.loop.algorithm import Context
 
 from .settings import ObjectiveSettings
 
 KEY = "reference"  # File stem of the reference's weights in a checkpoint, and key of the iteration of the last reset
-
-
-@contextmanager
-def swapped_weights(policy: Any, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """Swap other weights into the trained parameters; nothing is copied, so older graphs stay valid."""
-    parameters = policy.trainable_parameters()
-    original = [parameter.data for _, parameter in parameters]
-    try:
-        for name, parameter in parameters:
-            parameter.data = weights[name]
-        yield
-    finally:
-        for (_, parameter), data in zip(parameters, original, strict=True):
-            parameter.data = data
 
 
 class Reference:
@@ -52,7 +39,10 @@ class Reference:
 
     def applied(self) -> AbstractContextManager[None]:
         """Turn the policy into the reference inside the block; nothing is copied, so older graphs stay valid."""
-        return self.policy.reference() if self._stored is None else swapped_weights(self.policy, self._stored)
+        if self._stored is None:
+            return self.policy.reference()
+        parameters = self.policy.trainable_parameters()
+        return swapped_weights([p for _, p in parameters], [self._stored[name] for name, _ in parameters])
 
     def finish(self, run: Context, divergence: float | None) -> None:
         """Reset at the end of an iteration if due, by the mean divergence of its updates (None or NaN: unknown)."""
