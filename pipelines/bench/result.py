@@ -60,37 +60,25 @@ def bench_record(results: Mapping[str, HeldoutResult], sides: Sequence[Side]) ->
 
 def _with_accuracy(results: Mapping[str, HeldoutResult]) -> dict[str, HeldoutResult]:
     """Add the verdicts, if there are any, to the scores, in place of a reward that only repeats them."""
-    with_verdicts = [result for result in results.values() if result.judged.any()]
-    rest = {
-        label: [n for n in r.scores if not all(j.is_verdict(n) for j in with_verdicts)] for label, r in results.items()
-    }
-    return {
-        label: replace(
-            result,
-            scores={ACCURACY: result.outcome(), **{name: result.scores[name] for name in rest[label]}},
-            units={ACCURACY: "share correct", **result.units},
-            higher_is_better={ACCURACY: True, **result.higher_is_better},
-        )
-        if with_verdicts
-        else result
-        for label, result in results.items()
-    }
+    with_verdicts, measured = [result for result in results.values() if result.judged.any()], dict(results)
+    for label, result in results.items() if with_verdicts else ():
+        rest = {n: s for n, s in result.scores.items() if not all(judged.is_verdict(n) for judged in with_verdicts)}
+        units, directions = {ACCURACY: "share correct", **result.units}, {ACCURACY: True, **result.higher_is_better}
+        scores = {ACCURACY: result.outcome(), **rest}
+        measured[label] = replace(result, scores=scores, units=units, higher_is_better=directions)
+    return measured
 
 
 def _numbers(result: HeldoutResult, names: Sequence[str]) -> dict[str, Any]:
     """Return measure -> mean with its interval as `evaluate` has it, in all and by category."""
 
     def mean(name: str, tag: str | None) -> dict[str, float | None]:
-        if name == ACCURACY:
-            return result.interval(tag).to_dict()
-        values = result.means([name], None if tag is None else np.flatnonzero(result.rows(tag)).tolist()).values()
-        return {end: finite(value) for end, value in zip(("estimate", "low", "high"), values, strict=True)}
+        rows = None if tag is None else np.flatnonzero(result.rows(tag)).tolist()
+        return (result.interval(tag) if name == ACCURACY else result.mean_interval(name, rows)).to_dict()
 
-    tags = dict.fromkeys(result.tags)
+    numbers = {name: {"failed": result.invalid(name)} | mean(name, None) for name in names}
     return {
-        name: mean(name, None)
-        | {"failed": result.invalid(name), "by_category": {tag: mean(name, tag) for tag in tags}}
-        for name in names
+        n: v | {"by_category": {tag: mean(n, tag) for tag in dict.fromkeys(result.tags)}} for n, v in numbers.items()
     }
 
 

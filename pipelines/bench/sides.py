@@ -59,9 +59,8 @@ def model_side(
     drawing = {name: options.pop(name) for name in DRAWING if name in options}
     drawing = {name: value for name, value in common.items() if value is not None} | drawing
     if (Path(path) / "config.yaml").is_file() and not (Path(path) / INDEX).is_file():
-        run = _trained_by(Path(path))
-        path, lora = run.model, [*run.lora, *lora]
-        drawing, options = run.drawing | drawing, run.options | options
+        path, loras, drawn, own_options = _trained_by(Path(path))
+        lora, drawing, options = [*loras, *lora], drawn | drawing, own_options | options
     if unused := [name for name in options if name in SampleSettings.__dataclass_fields__]:
         raise UserError(
             f"'{text}': {unused[0]} is no option of one MODEL; seeds, --batch-size and --device hold for all, and a "
@@ -104,27 +103,20 @@ def model_side(
     return Side(label=label, facts=facts, rows=rows, score=score)
 
 
-@dataclass(frozen=True)
-class _Run:
-    """A run's result, and how its evaluation drew."""
+def _trained_by(folder: Path) -> tuple[str, list[str], dict[str, Any], dict[str, Any]]:
+    """Read (model, LoRAs, fields of `SampleSettings`, the model's options) of a run, as its evaluation drew.
 
-    model: str
-    lora: list[str]
-    drawing: dict[str, Any]  # Fields of `SampleSettings`
-    options: dict[str, Any]  # Of the model
-
-
-def _trained_by(folder: Path) -> _Run:
-    """Read what a run's folder trained; a student of four steps is drawn in four, a model without guidance without."""
+    A student of four steps is drawn in four, a model without guidance without.
+    """
     config = load_job(str(folder / "config.yaml"), pipelines=("flow_grpo", "pref_grpo", "sft_images")).config
     drawing, options = evaluation_drawing(config), {"guidance": None, **sampling_options(config.model)}
     drawing |= {name: options.pop(name) for name in ("adapter",) if name in options}
     if (folder / "lora").is_dir():
-        return _Run(config.model.path, [str(folder)], drawing, options)
+        return config.model.path, [str(folder)], drawing, options
     if not (folder / "model").is_dir():
         raise UserError(f"'{folder}' is a run without a result: it has no folder lora or model. Let it end first.")
     files = ("config", "variant")  # of the model that the run began with
-    return _Run(str(folder / "model"), [], drawing, {n: v for n, v in options.items() if n not in files})
+    return str(folder / "model"), [], drawing, {n: v for n, v in options.items() if n not in files}
 
 
 def folder_sides(paths: Sequence[str], records: Sequence[Record] | None, scoring: Mapping[str, Any]) -> list[Side]:

@@ -153,15 +153,16 @@ def _query(case: Any) -> Outputs | None:
     densities = {"conditional_logit_normal": "logit_normal", "actual_uniform": "uniform", "source_uniform": "uniform"}
     if params["distribution"] not in densities:
         return None
-    options: dict[str, Any] = {"density": densities[params["distribution"]]}
-    if options["density"] == "logit_normal":
+    density, options = densities[params["distribution"]], dict[str, Any]()
+    if density == "logit_normal":
         options |= {"mean": params["logit_mean"], "std": params["logit_std"]}
     elif params["distribution"] == "source_uniform":
         shift = next((params[name] for name in ("gamma", "shift", "source_shift") if name in params), None)
         if shift is None:
             return None
         options["shift"] = shift
-    return {"sigma": fs.query_level(*(case.tensor(name) for name in ("lower", "upper", "draw")), **options)}
+    ends = (case.tensor(name) for name in ("lower", "upper", "draw"))
+    return {"sigma": fs.DENSITIES[density](*ends, **options)}
 
 
 _VARIANTS: dict[str, Callable[[Any], Outputs | None]] = {

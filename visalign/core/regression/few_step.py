@@ -22,8 +22,6 @@ from visalign.core.precision import float32
 
 from .losses import level_weight
 
-Density = Literal["uniform", "logit_normal"]
-
 
 def pull_loss(x: Tensor, direction: Tensor, *, huber: float | None = None) -> Tensor:
     """mean ρ(x − sg(x + d)), which moves x along d; ρ(e) = e²/2, or with c = `huber` √(e² + c²) − c."""
@@ -72,30 +70,25 @@ def conditional_renoise(
     return (1 - s) * x0 + s * mixed, mixed, (energy[0] - energy[1]).clamp(-math.log(clip), math.log(clip)).exp()
 
 
-def query_level(
-    lower: Tensor,
-    upper: Tensor,
-    share: Tensor,
-    *,
-    density: Density = "uniform",
-    mean: float = 0.0,
-    std: float = 1.0,
-    shift: float = 1.0,
-) -> Tensor:
-    """Map shares in (0, 1), uniform, to noise levels between `lower` and `upper`, float64.
+def uniform_level(lower: Tensor, upper: Tensor, share: Tensor, *, shift: float = 1.0) -> Tensor:
+    """Map shares in (0, 1) to noise levels between `lower` and `upper`, float64, uniform before a flow's shift γ.
 
-    "uniform" is so in σ / (γ − (γ − 1) σ), the level before a flow's shift γ; with γ = 1 in σ. "logit_normal" is the
-    sigmoid of a normal number that is cut to the interval. TDM, arXiv 2503.06674.
+    That is in σ / (γ − (γ − 1) σ); with γ = 1 in σ. TDM, arXiv 2503.06674.
     """
-    low, high, share = lower.double(), upper.double(), share.double()
-    if density == "uniform":
-        low, high = (level / (shift - (shift - 1) * level) for level in (low, high))
-        level = low + share * (high - low)
-        return shift * level / (1 + (shift - 1) * level)
-    z = torch.stack([(torch.logit(level) - mean) / std for level in (low, high)])
+    low, high = (level / (shift - (shift - 1) * level) for level in (lower.double(), upper.double()))
+    level = low + share.double() * (high - low)
+    return shift * level / (1 + (shift - 1) * level)
+
+
+def logit_normal_level(lower: Tensor, upper: Tensor, share: Tensor, *, mean: float = 0.0, std: float = 1.0) -> Tensor:
+    """Map shares as `uniform_level`, to the sigmoid of a normal number that is cut to the interval."""
+    z = torch.stack([(torch.logit(level.double()) - mean) / std for level in (lower, upper)])
     sign = torch.where(z[0] > 0, -1.0, 1.0).to(z)  # a right tail is mirrored: Φ near 1 has no digits left
     cdf = torch.special.ndtr(sign * z)
-    return torch.sigmoid(mean + std * sign * torch.special.ndtri(cdf[0] + share * (cdf[1] - cdf[0])))
+    return torch.sigmoid(mean + std * sign * torch.special.ndtri(cdf[0] + share.double() * (cdf[1] - cdf[0])))
+
+
+DENSITIES = {"uniform": uniform_level, "logit_normal": logit_normal_level}
 
 
 def preference_weights(
@@ -149,8 +142,8 @@ class FewStep:
     """Lowest noise level that is compared at."""
     level_high: float = 0.98
     """Highest noise level that is compared at."""
-    density: Density = "uniform"
-    """Density of the levels, see `query_level`."""
+    density: Literal["uniform", "logit_normal"] = "uniform"
+    """Density of the levels, a key of `DENSITIES`."""
     density_options: Mapping[str, float] = field(default_factory=dict)
     """mean and std of logit_normal, shift of uniform."""
     huber: float | None = None
@@ -187,20 +180,13 @@ class FewStep:
     def __post_init__(self) -> None:
         numbers = {name: value for name, value in vars(self).items() if name not in ("source", "density_options")}
         Stage(FewStep).check("a row of", "few_step", numbers)
-        Stage(query_level).check("levels of", "few_step", {"density": self.density, **self.density_options})
-        used = {"uniform": ("shift",), "logit_normal": ("mean", "std")}[self.density]
-        if unused := [name for name in self.density_options if name not in used]:
-            raise ValueError(
-                f"density_options has {unused[0]}, which density={self.density!r} does not use. It takes "
-                f"{' and '.join(used)}."
-            )
-        if unused := [
-            name for name in _OF_SURROGATE if not self.surrogate and numbers[name] != getattr(FewStep, name)
-        ]:
-            raise ValueError(
-                f"{unused[0]} is {numbers[unused[0]]}, and surrogate is False, so nothing uses it. Leave it out, or "
-                "take the algorithm tdm_r1."
-            )
+        Stage(DENSITIES[self.density]).check(f"density {self.density} of", "few_step", self.density_options)
+        for name in () if self.surrogate else _OF_SURROGATE:
+            if numbers[name] != getattr(FewStep, name):
+                raise ValueError(
+                    f"{name} is {numbers[name]}, and surrogate is False, so nothing uses it. Leave it out, or take "
+                    "the algorithm tdm_r1."
+                )
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -215,7 +201,7 @@ class FewStep:
             start = sigma.to(share)
             high = torch.where(mid < high, torch.minimum(start, high), start)
             low = torch.maximum(mid, torch.minimum(low, high / 2))
-        return mid, query_level(low, high, share, density=self.density, **self.density_options)
+        return mid, DENSITIES[self.density](low, high, share, **self.density_options)
 
     def critic_loss(self, v: Tensor, target: Tensor, sigma: Tensor, importance: Tensor) -> Tensor:
         """[N] error of the critic's velocity, mean |v − u|², or of its x̂0 under min-SNR."""

@@ -149,16 +149,17 @@ class HeldoutResult:
         valid = self.scores[name][np.isfinite(self.scores[name])]
         return float(valid.mean(dtype=np.float64)) if len(valid) else math.nan
 
+    def mean_interval(self, name: str, rows: Sequence[int] | None = None) -> Interval:
+        """Return the mean of a reward with its 95 % interval over prompts, of all or some rows."""
+        keys, rows = self.keys, range(len(self)) if rows is None else rows
+        values, prompts = self.scores[name][list(rows)], [keys[row] for row in rows]
+        return paired_bootstrap(np.zeros(len(values)), values, prompts, generator=torch.Generator().manual_seed(0))
+
     def means(self, names: Iterable[str], rows: Sequence[int] | None = None) -> dict[str, float]:
-        """Return NAME, NAME.low, NAME.high: means of rewards with their 95 % intervals over prompts, of some rows."""
-        keys, numbers = self.keys, {}
-        rows = range(len(self)) if rows is None else rows
-        for name in (name for name in names if name in self.scores):
-            values, prompts = self.scores[name][list(rows)], [keys[row] for row in rows]
-            generator = torch.Generator().manual_seed(0)
-            mean = paired_bootstrap(np.zeros(len(values)), values, prompts, generator=generator)
-            numbers |= {name: mean.estimate, f"{name}.low": mean.low, f"{name}.high": mean.high}
-        return numbers
+        """Return NAME, NAME.low, NAME.high: `mean_interval` of rewards."""
+        means = {name: self.mean_interval(name, rows) for name in names if name in self.scores}
+        ends = {"": "estimate", ".low": "low", ".high": "high"}
+        return {f"{n}{suffix}": getattr(mean, end) for n, mean in means.items() for suffix, end in ends.items()}
 
     def invalid(self, name: str) -> int:
         """Return the number of samples that a reward could not score."""
