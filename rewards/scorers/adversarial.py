@@ -9,6 +9,7 @@ Source: Mao et al., "The Image as Its Own Reward", Adv-GRPO, arXiv 2511.20256: o
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -37,7 +38,6 @@ from visalign.rewards.weights.checkpoint_files import dtype_of, precision_on
 from visalign.rewards.weights.hub import is_hub_id, local_folder
 
 from .set_gain import image_files
-from .units import INFINITE
 
 PATCHES = 0.3
 """Share of the patches in the reward, and the weight of their loss."""
@@ -72,7 +72,7 @@ class Adversarial:
 
     name = "adversarial"
     unit = "discriminator logit"
-    range = INFINITE
+    range = (-math.inf, math.inf)
     higher_is_better = True
     identity = None  # it changes from iteration to iteration, so nothing is cached
 

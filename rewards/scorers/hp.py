@@ -8,6 +8,7 @@ Source: Ba et al., arXiv 2507.19002 (ICCV 2025); checkpoint 8y/HP: a fine-tuned 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -23,8 +24,6 @@ from visalign.rewards.clip.towers import ClipHeadJudge
 from visalign.rewards.weights.affine_head import AffineHead
 from visalign.rewards.weights.checkpoint_files import read_tensors
 from visalign.rewards.weights.fingerprints import WeightPrint, weight_state
-
-from .units import INFINITE
 
 HEAD = "hp_head.safetensors"
 """File of the head in a folder that `Hp.save` wrote."""
@@ -57,7 +56,7 @@ class Hp(ClipHeadJudge):
 
     name = "hp"
     unit = "HP score"
-    range = INFINITE
+    range = (-math.inf, math.inf)
 
     def __init__(self, model: str | Path = "shapes-hp", *, device: str | torch.device = "cpu", **towers: Any) -> None:
         self._model = model

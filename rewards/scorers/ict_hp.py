@@ -7,6 +7,7 @@ Source: Ba et al., arXiv 2507.19002 (ICCV 2025). The paper multiplies the two sc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ from visalign.rewards.base.identity import Identity
 
 from .hp import Hp
 from .ict import Ict
-from .units import INFINITE
 
 
 class IctHp:
@@ -52,7 +52,7 @@ class IctHp:
         check_choices(self.name, mode=(mode, ("paper", "upstream")))
         self.mode = mode
         self.unit = "cosine × HP score" if mode == "paper" else self.unit
-        self.range = INFINITE if mode == "paper" else (-1.0, 1.0)
+        self.range = (-math.inf, math.inf) if mode == "paper" else (-1.0, 1.0)
         self.ict, self.hp = Ict(ict, device=device, **towers), Hp(hp, device=device, **towers)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:

@@ -10,6 +10,7 @@ Source: Xu et al., arXiv 2304.05977 (NeurIPS 2023); checkpoint THUDM/ImageReward
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -36,8 +37,6 @@ from visalign.rewards.weights.checkpoint_files import dtype_of, load_strict, pre
 from visalign.rewards.weights.feature_cache import FeatureCache, encode_once, image_key, text_key
 from visalign.rewards.weights.hub import local_folder
 from visalign.rewards.weights.resize import batch_levels, fitting_images, model_pixels, normalised
-
-from .units import INFINITE
 
 WEIGHTS = "ImageReward.pt"
 CONFIG = "med_config.json"
@@ -105,7 +104,7 @@ class ImageReward:
 
     name = "image_reward"
     unit = "standard deviations"
-    range = INFINITE
+    range = (-math.inf, math.inf)
     higher_is_better = True
 
     def __init__(

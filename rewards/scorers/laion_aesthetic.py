@@ -8,6 +8,7 @@ Source: Schuhmann, christophschuhmann/improved-aesthetic-predictor (`sac+logos+a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -24,8 +25,6 @@ from visalign.rewards.clip.towers import ClipHeadJudge
 from visalign.rewards.weights.affine_head import AffineHead
 from visalign.rewards.weights.checkpoint_files import read_tensors
 from visalign.rewards.weights.hub import is_hub_id, local_folder
-
-from .units import INFINITE
 
 PUBLISHED = TRANSFORMERS + "openai/clip-vit-large-patch14"
 PUBLISHED_HEAD = "sac+logos+ava1-l14-linearMSE.pth"
@@ -46,7 +45,7 @@ class LaionAesthetic(ClipHeadJudge):
 
     name = "laion_aesthetic"
     unit = "rating 1-10"
-    range = INFINITE
+    range = (-math.inf, math.inf)
 
     def __init__(
         self,

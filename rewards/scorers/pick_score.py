@@ -7,6 +7,7 @@ Source: Kirstain et al., "Pick-a-Pic", arXiv 2305.01569, eq. 1; checkpoint yuval
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,16 @@ from visalign.rewards.base.identity import Identity
 from visalign.rewards.clip.loading import TRANSFORMERS
 from visalign.rewards.clip.towers import ClipJudge
 
-from .units import INFINITE, SCALES, convert
-
 PUBLISHED = TRANSFORMERS + "yuvalkirstain/PickScore_v1"
+SCALES: dict[str, tuple[float | None, float, float]] = {
+    "logit": (None, 0.0, 1.0),
+    "cosine": (1.0, 0.0, 1.0),
+    "cosine × 100": (100.0, 0.0, 1.0),
+    "logit / 26": (None, 0.0, 26.0),
+    "(logit − 18) / 8": (None, -18.0, 8.0),
+}
+"""Scale -> (a, b, d) of (a cosine + b) / d, a None for exp(logit_scale): as published; in Pref-GRPO; the same in
+percent; in flow_grpo, verl-omni and Flow-Factory; in MixGRPO."""
 
 
 class PickScore(ClipJudge):
@@ -31,7 +39,7 @@ class PickScore(ClipJudge):
     Args:
         model: the folder of PickScore_v1, its hub id after "transformers:", or any model of `load_clip`
             ("shapes-clip").
-        scale: that of another project, see `units.SCALES`: "logit" (as published), "cosine", "cosine × 100",
+        scale: that of another project, a key of `SCALES`: "logit" (as published), "cosine", "cosine × 100",
             "logit / 26" or "(logit − 18) / 8".
     """
 
@@ -41,12 +49,11 @@ class PickScore(ClipJudge):
     def __init__(
         self, model: str | Path = PUBLISHED, *, scale: str = "logit", device: str | torch.device = "cpu", **towers: Any
     ) -> None:
-        allowed = [key for key, row in SCALES.items() if row.family == "cosine" and not row.refusal]
-        check_choices(self.name, scale=(scale, allowed))
+        check_choices(self.name, scale=(scale, SCALES))
         self.scale = scale
         self.unit = self.unit if scale == "logit" else scale
         ends = {"cosine": (-1.0, 1.0), "cosine × 100": (-100.0, 100.0)}
-        self.range = ends.get(scale, INFINITE)
+        self.range = ends.get(scale, (-math.inf, math.inf))
         super().__init__(model, device=device, **towers)
 
     @property
@@ -56,7 +63,8 @@ class PickScore(ClipJudge):
 
     def scaled(self, cosine: Tensor) -> Tensor:
         """Convert a cosine to the chosen scale."""
-        return convert(cosine, "cosine", self.scale, logit_scale=self.logit_scale)
+        slope, offset, divisor = SCALES[self.scale]
+        return ((self.logit_scale if slope is None else slope) * cosine + offset) / divisor
 
     @property
     def identity(self) -> Identity:

@@ -38,7 +38,13 @@ def test_score_is_the_checkpoints_factor_times_the_cosine(folder, images):
 
 
 @pytest.mark.parametrize(
-    ("scale", "expected"), [("cosine", lambda c: c), ("(logit − 18) / 8", lambda c: (100 * c - 18) / 8)]
+    ("scale", "expected"),
+    [
+        ("cosine", lambda c: c),
+        ("cosine × 100", lambda c: 100 * c),
+        ("logit / 26", lambda c: 100 * c / 26),
+        ("(logit − 18) / 8", lambda c: (100 * c - 18) / 8),
+    ],
 )
 def test_scales_of_the_peers(folder, images, scale, expected):
     scores = PickScore(folder, scale=scale).score(images, PROMPTS)
