@@ -152,8 +152,8 @@ def test_the_noise_of_neighbours_and_paths_leaves_the_distribution_as_it_is():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ZeroOrderSearch(rounds=0), "rounds is 0; give a whole number of at least 1"),
-        (lambda: ZeroOrderSearch(radius=0), "radius is 0; it must be a number above 0"),
+        (lambda: ZeroOrderSearch(rounds=0), r"rounds must be a whole number in \[1, inf\); got 0"),
+        (lambda: ZeroOrderSearch(radius=0), r"radius must be a number in \(0, 1\]; got 0"),
         (lambda: PathSearch(start=2, back=3, forward=5), "back is 3; it must be at most start, 2 steps"),
         (lambda: PathSearch(back=3, forward=3), "no round would get any further"),
         (lambda: searched(PathSearch(start=10)), "start is 10; with 10 steps it must be from 1 to 9"),

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from visalign.core.checks import check_rules
+from visalign.core.objective.options import check_row
 from visalign.interfaces import Condition, DiffusionPolicy
 from visalign.seeds import sample_seed
 
@@ -25,17 +26,6 @@ from .rollout import check_finite, complete, first_latents
 from .transitions import velocity_between
 
 Reward = Callable[[Tensor], Tensor]
-
-
-def _count_rules(**smallest: int) -> tuple[tuple[Callable[[Any], bool], str], ...]:
-    """Rules for whole numbers: field -> its smallest value."""
-    return tuple(
-        (
-            lambda s, name=name, low=low: type(getattr(s, name)) is not int or getattr(s, name) < low,
-            f"{name} is {{{name}!r}}; give a whole number of at least {low}.",
-        )
-        for name, low in smallest.items()
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +48,7 @@ class ZeroOrderSearch:
     """ρ in (0, 1]: the share of a neighbour's deviation that is new; 1 is best of 1 + K N."""
 
     def __post_init__(self) -> None:
-        check_rules(self, ZERO_ORDER_RULES)
+        check_row("search", self)
 
     def velocities(self, steps: int) -> int:
         """Number of velocities per sample on a schedule of T steps: T (1 + K N)."""
@@ -102,15 +92,6 @@ class ZeroOrderSearch:
         return latents
 
 
-ZERO_ORDER_RULES = (
-    *_count_rules(rounds=1, candidates=1),
-    (
-        lambda s: not isinstance(s.radius, int | float) or not 0 < s.radius <= 1,
-        "radius is {radius!r}; it must be a number above 0 and at most 1.",
-    ),
-)
-
-
 @dataclass(frozen=True, kw_only=True)
 class PathSearch:
     """Add noise to partly denoised paths, denoise them further, and keep those of the highest reward.
@@ -135,6 +116,7 @@ class PathSearch:
     """Δb in steps, above `back`; the last round takes the rest."""
 
     def __post_init__(self) -> None:
+        check_row("search", self)
         check_rules(self, PATH_RULES)
 
     def rounds(self, steps: int) -> list[tuple[int, int, int]]:
@@ -190,7 +172,6 @@ class PathSearch:
 
 
 PATH_RULES = (
-    *_count_rules(branches=1, start=1, back=1, forward=2),
     (lambda s: s.back > s.start, "back is {back}; it must be at most start, {start} steps."),
     (lambda s: s.forward <= s.back, "forward is {forward}, back {back}: no round would get any further."),
 )

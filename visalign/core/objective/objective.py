@@ -16,13 +16,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import SimpleNamespace
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from visalign.core.advantages.group import clamp_advantages
-from visalign.core.checks import check_choice, check_rules
+from visalign.core.checks import check_rules
 from visalign.core.surrogates.aggregation import Mode, aggregate, count_step, row_tokens
 from visalign.core.surrogates.kl import Estimator, kl_penalty
 from visalign.core.surrogates.off_policy import off_policy_mask
@@ -35,7 +35,7 @@ from .data import Decisions, Loss, PolicyOutput, Prepared, Trajectories, check_f
 from .decisions import EXTRA, check_decisions
 from .entropy_stage import ENTROPY_TERMS, EntropyTarget, entropy_loss
 from .loss_statistics import loss_statistics
-from .options import Stage, pick
+from .options import Stage, check_row, pick
 
 Ratio = Literal["log_prob", "guard"]
 StepWeight = Literal["uniform", "inverse_dt", "std", "inverse_gradient"]
@@ -108,10 +108,7 @@ class Objective:
     """γ of −log π on pretraining tokens, averaged over them."""
 
     def __post_init__(self) -> None:
-        for name, allowed in LITERALS.items():
-            check_choice(name, getattr(self, name), allowed)
-        if self.decisions is not None:
-            check_choice("decisions", self.decisions, get_args(Decisions))
+        check_row("objective", self)
         for label, table in STAGES.items():
             if (name := getattr(self, label)) is not None:
                 pick(label, name, table).check(label, name, getattr(self, f"{label}_options"))
@@ -331,21 +328,7 @@ STAGES: dict[str, dict[str, Stage]] = {
 }
 """Field of a choice with options -> its table."""
 
-LITERALS = {name: get_args(hint) for name, hint in get_type_hints(Objective).items() if get_origin(hint) is Literal}
-"""Field -> allowed values."""
-
 RULES: tuple[tuple[Callable[[Objective], bool], str], ...] = (
-    *(
-        (lambda o, name=name: not (getattr(o, name) or 0) >= 0, f"{name} is {{{name}}}; it must be at least 0.")
-        for name in ("kl_in_reward", "kl", "value", "entropy", "ptx", "off_policy_delta")
-    ),
-    *(
-        (
-            lambda o, name=name: getattr(o, name) is not None and not getattr(o, name) > 0,
-            f"{name} is {{{name}}}; it must be positive, or None.",
-        )
-        for name in ("advantage_clamp", "value_clip", "length")
-    ),
     (
         lambda o: bool(o.value) and o.advantage != "gae",
         "value={value} needs returns to fit, which advantage='gae' gives; got advantage={advantage!r}.",

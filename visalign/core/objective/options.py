@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
-from functools import cached_property
+from functools import cache, cached_property
 from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -17,20 +17,25 @@ Choice = TypeVar("Choice")
 _INTERVALS = {
     "[0, 1]": "between_ddof canon.mu ddof few_step.guidance_share gae.gamma gae.lam max_fraction p "
     "prime.gamma quantile rate ratio reinforce_pp.gamma smallest",
-    "(0, 1]": "best.share eps_low fraction level_up w_min",
+    "(0, 1]": "best.share eps_low fraction level_up search.radius w_min",
     "(0, 1)": "few_step.level_high few_step.level_low level_down",
     "[0, 1)": "few_step.slow_decay_end",
     "[0, inf)": "a alpha beta bound_low eps gamma k k_bonus k_neg k_pos lam lambda_neg lambda_pos limit low "
     "min_range mu smoothing tail_weight zeta few_step.anchor few_step.clip few_step.guidance_scale "
-    "few_step.warmup",
+    "few_step.warmup ascent.kl ascent.renoised objective.entropy objective.kl objective.kl_in_reward "
+    "objective.off_policy_delta objective.ptx objective.value regression.average_kl regression.kl "
+    "regression.reference_guidance",
     "[0, inf]": "bound_high high limit_high limit_low",
     "(0, inf)": "bound budget crd.beta dgpo.beta dpo.beta epsilon f_norm gdro.beta kappa kto.beta nft.beta par.k tau "
     "tau_neg tau_pos temperature w_max few_step.advantage_clip few_step.beta few_step.huber "
-    "few_step.min_snr few_step.shift few_step.std few_step.role_rate few_step.threshold",
+    "few_step.min_snr few_step.shift few_step.std few_step.role_rate few_step.threshold objective.advantage_clamp "
+    "objective.value_clip regression.clamp regression.clamp_to regression.soft_clip",
     "(0, inf]": "cap dgpo.eps_low eps_high eta gmpo.eps_low",
     "(1, inf]": "delta dual_clip",
-    "[1, inf)": "block bundle few_step.critic_updates few_step.teacher_guidance over references stride window",
-    "[2, inf)": "pass_at_k.k",
+    "[1, inf)": "ascent.last block bundle few_step.critic_updates few_step.teacher_guidance objective.length over "
+    "references regression.kl_until regression.levels search.back search.branches search.candidates search.rounds "
+    "search.start stride window",
+    "[2, inf)": "pass_at_k.k search.forward",
     "(-inf, 0]": "worst",
     "[-inf, inf]": "cov_high cov_low",
 }
@@ -122,6 +127,15 @@ class Stage:
             raise ValueError(f"{label} {name!r} needs the options {', '.join(required)}.")
 
 
+def check_row(name: str, row: Any) -> None:
+    """Refuse the first field of a dataclass, mappings and tuples apart, that is outside its type or range."""
+    values = {field: value for field, value in vars(row).items() if not isinstance(value, Mapping | tuple)}
+    _stage_of(type(row)).check("a row of", name, values)
+
+
+_stage_of = cache(Stage)
+
+
 def pick(label: str, name: str, table: Mapping[str, Choice]) -> Choice:
     """Look up a row of a table by name."""
     if name not in table:
@@ -153,7 +167,7 @@ def _fits(value: Any, kind: Any, interval: str) -> bool:
     if get_origin(kind) is Literal:
         return isinstance(value, str) and value in get_args(kind)
     if kind not in (int, float):
-        return isinstance(value, kind)
+        return isinstance(value, get_origin(kind) or kind)
     if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
         return False
     low, high = map(float, interval[1:-1].split(","))

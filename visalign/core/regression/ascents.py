@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from visalign.core.checks import check_rules
-from visalign.core.objective.options import change_row
+from visalign.core.objective.options import change_row, check_row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +36,7 @@ class Ascent:
     def __post_init__(self) -> None:
         if self.stop_range is not None:
             object.__setattr__(self, "stop_range", tuple(self.stop_range))
+        check_row("ascent", self)
         check_rules(self, RULES)
 
     def stops(self, steps: int) -> range:
@@ -55,19 +55,6 @@ class Ascent:
 
 
 RULES: tuple[tuple[Callable[[Ascent], bool], str], ...] = (
-    *(
-        (
-            lambda a, name=name, low=low: type(getattr(a, name)) is not int or getattr(a, name) < low,
-            f"{name} is {{{name}!r}}; it is a whole number of at least {low}.",
-        )
-        for name, low in (("last", 1), ("renoised", 0))
-    ),
-    (lambda a: type(a.normalise) is not bool, "normalise is {normalise!r}; it is true or false."),
-    (lambda a: not 0 <= a.kl < math.inf, "kl is {kl}; it is finite and not negative."),
-    (
-        lambda a: a.hinge is not None and not math.isfinite(a.hinge),
-        "hinge is {hinge}; it is a value of the reward, or None.",
-    ),
     (
         lambda a: a.stop_range is not None and (a.last > 1 or a.renoised > 0),
         "stop_range is {stop_range}, with last={last} and renoised={renoised}: where sampling stops early, "

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from visalign.core.groups.labels import Labels, group_index, group_sum
-from visalign.core.objective.options import Stage, change_row
+from visalign.core.objective.options import Stage, change_row, check_row
 from visalign.core.precision import float32
 
 from .losses import level_weight
@@ -178,14 +178,13 @@ class FewStep:
     """κ of that guidance."""
 
     def __post_init__(self) -> None:
-        numbers = {name: value for name, value in vars(self).items() if name not in ("source", "density_options")}
-        Stage(FewStep).check("a row of", "few_step", numbers)
+        check_row("few_step", self)
         Stage(DENSITIES[self.density]).check(f"density {self.density} of", "few_step", self.density_options)
         for name in () if self.surrogate else _OF_SURROGATE:
-            if numbers[name] != getattr(FewStep, name):
+            if (value := getattr(self, name)) != getattr(FewStep, name):
                 raise ValueError(
-                    f"{name} is {numbers[name]}, and surrogate is False, so nothing uses it. Leave it out, or take "
-                    "the algorithm tdm_r1."
+                    f"{name} is {value}, and surrogate is False, so nothing uses it. Leave it out, or take the "
+                    "algorithm tdm_r1."
                 )
 
     @property

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from visalign.core.advantages.group import clamp_advantages, group_advantages
 from visalign.core.checks import check_choice, check_rules
 from visalign.core.groups.labels import Labels
 from visalign.core.groups.moments import present_entries
-from visalign.core.objective.options import Stage, change_row, pick
+from visalign.core.objective.options import Stage, change_row, check_row, pick
 from visalign.core.surrogates.ppo import ppo_clip
 
 from .groupwise import dgpo_loss, diffusion_kto_loss, group_gdro_loss
@@ -171,12 +171,9 @@ class Regression:
     def __post_init__(self) -> None:
         for name in ("old_decay", "average_decay", "level_range"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        check_row("regression", self)
         pick("regression loss", self.loss, LOSSES).check("regression loss", self.loss, self.loss_options)
         check_choice(f"anchor of loss={self.loss!r}", self.anchor, _ANCHORS[self.loss])
-        check_choice("weighting", self.weighting, (*get_args(Weighting), "prediction"))
-        check_choice("signal", self.signal, (*SIGNALS, *MATRIX_SIGNALS))
-        check_choice("noise", self.noise, get_args(Noise))
-        check_choice("density", self.density, get_args(Density))
         function = {**SIGNALS, **MATRIX_SIGNALS}[self.signal]
         Stage(function).check("regression signal", self.signal, self.signal_options)
         check_rules(self, RULES)
@@ -287,20 +284,6 @@ def _has_density_options(r: Regression) -> bool:
 
 
 RULES: tuple[tuple[Callable[[Regression], bool], str], ...] = (
-    *(
-        (
-            lambda r, name=name: getattr(r, name) is not None and not getattr(r, name) > 0,
-            f"{name} is {{{name}}}; it must be above 0, or None.",
-        )
-        for name in ("clamp", "clamp_to", "soft_clip", "levels")
-    ),
-    *(
-        (
-            lambda r, name=name: not 0 <= (getattr(r, name) or 0) < float("inf"),
-            f"{name} is {{{name}}}; it must be at least 0 (0 is off).",
-        )
-        for name in ("kl", "average_kl", "reference_guidance")
-    ),
     (
         lambda r: r.loss == "nft" and r.weighting != "uniform",
         "weighting is {weighting!r}, and loss='nft' has a weight of its own, of the predicted x0. Set "
@@ -330,8 +313,8 @@ RULES: tuple[tuple[Callable[[Regression], bool], str], ...] = (
         "old_decay is {old_decay}, and visited=True learns where the newest policy went. Leave it out.",
     ),
     (
-        lambda r: r.kl_until is not None and (r.kl_until < 1 or not r.kl),
-        "kl_until is {kl_until} with kl={kl}; it is an iteration, at least 1, until which a kl above 0 falls.",
+        lambda r: r.kl_until is not None and not r.kl,
+        "kl_until is {kl_until} with kl={kl}; it is an iteration until which a kl above 0 falls.",
     ),
     (
         lambda r: r.clamp_to is not None and r.clamp is None,
