@@ -35,11 +35,7 @@ class ToolCompletion(str):
     """Calls that a tool answered, without those in a wrong form; None without tools."""
 
     def __new__(
-        cls,
-        text: str,
-        answers: Sequence[tuple[int, int]] = (),
-        outcome: float | None = None,
-        calls: int | None = None,
+        cls, text: str, answers: Sequence[tuple[int, int]] = (), outcome: float | None = None, calls: int | None = None
     ) -> ToolCompletion:
         """Keep the spans beside the text."""
         completion = super().__new__(cls, text)

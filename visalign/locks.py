@@ -76,8 +76,7 @@ def _acquire(lock: Path, what: str, instead: str) -> int:
                 os.close(descriptor)
                 raise FolderInUseError(f"{what} is in use by {holder}. Wait until it ends, or {instead}.") from None
             warnings.warn(
-                f"{what} cannot be locked ({error.strerror}). See that no second process writes there.",
-                stacklevel=3,
+                f"{what} cannot be locked ({error.strerror}). See that no second process writes there.", stacklevel=3
             )
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), os.stat(lock)):

@@ -217,8 +217,7 @@ class ServerConnection:
             after = response.headers.get("Retry-After", "").strip()  # its other form, a date, is ignored
             raise _RetryableError(message, status=status, pause=float(after) if after.isdigit() else None)
         raise ServerError(
-            f"{request} answered {message}. Check base_url (…/v1), model, api_key and the server's log.",
-            status=status,
+            f"{request} answered {message}. Check base_url (…/v1), model, api_key and the server's log.", status=status
         )
 
     def _parse_object(self, raw: bytes, path: str) -> Mapping[str, Any]:

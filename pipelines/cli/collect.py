@@ -36,8 +36,7 @@ def collect(
     ] = None,
     single: Annotated[bool, Option("--single", help="Show one image at a time instead of two.")] = False,
     best_of: Annotated[
-        int | None,
-        Option("--best-of", help="Show N images of a prompt, of which one is chosen.", min=3, max=9),
+        int | None, Option("--best-of", help="Show N images of a prompt, of which one is chosen.", min=3, max=9)
     ] = None,
     prompt: Prompt = None,
     slider: Annotated[

@@ -186,11 +186,7 @@ def _check_method(config: FlowGRPOConfig, reward: Any, records: Records, strata:
     size = rollout.prompts_per_iteration, rollout.group_size
     check_processes(objective, rollout, reward, world)
     # built for its refusals: the algorithm makes its own, but only once the model is there
-    order: dict[str, Any] = {
-        "strata": strata,
-        "cycle": config.data.cycle,
-        "compared": objective.compares,
-    }
+    order: dict[str, Any] = {"strata": strata, "cycle": config.data.cycle, "compared": objective.compares}
     PromptSampler(len(records), *size, config.seed, **order)
     renewed = any(term.references and term.references.every for term in config.rewarded.values())
     objective.check_reward(reward, renewed=renewed)

@@ -90,10 +90,7 @@ class ScoreHead(nn.Module):
         width = settings.width
         self.token = nn.Sequential(nn.Linear(settings.hidden, width), nn.GELU(), nn.Linear(width, width))
         self.heat = nn.Sequential(
-            nn.Conv2d(1, 8, 3, stride=2, padding=1),
-            nn.GELU(),
-            nn.Conv2d(8, 16, 3, stride=2, padding=1),
-            nn.GELU(),
+            nn.Conv2d(1, 8, 3, stride=2, padding=1), nn.GELU(), nn.Conv2d(8, 16, 3, stride=2, padding=1), nn.GELU()
         )
         self.pooled = nn.Linear(32, width)
         self.out = nn.Sequential(nn.GELU(), nn.Linear(width, 1))

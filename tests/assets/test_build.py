@@ -18,15 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 from assets.build.__main__ import STAGES, build
 from assets.build.judge import Learner, cell_targets, new_judge, question_loss
 from assets.build.judge_data import BETTER, LOOKS, Question, Questions, appearance, part, rate
-from assets.build.judge_inputs import (
-    PATCH,
-    TOKENS,
-    answer_states,
-    judge_tokenizer,
-    pack_questions,
-    patches_of,
-    see,
-)
+from assets.build.judge_inputs import PATCH, TOKENS, answer_states, judge_tokenizer, pack_questions, patches_of, see
 from assets.build.language import (
     MISREAD_SHARE,
     corpus_record,
@@ -100,10 +92,7 @@ def test_a_packed_question_is_what_it_is_alone(model: Any) -> None:
 def test_packing_gives_what_the_library_computes_from_processor_inputs(model: Any) -> None:
     samples = 2
     scenes = [WORLD.scene(n) for n in range(samples)]
-    shown, question = (
-        render_many(scenes),
-        Question(text=BETTER.replace("{prompt}", "a red cross"), answer="yes"),
-    )
+    shown, question = (render_many(scenes), Question(text=BETTER.replace("{prompt}", "a red cross"), answer="yes"))
     content = [{"type": "image"}] * samples + [{"type": "text", "text": question.text}]
     processor: Any = AutoProcessor.from_pretrained(packaged("shapes-vlm"))
     text = processor.apply_chat_template(
@@ -132,11 +121,7 @@ def test_alignment_questions_are_true_and_balanced() -> None:
 def test_parts_looks_and_ratings_are_true() -> None:
     rng = np.random.default_rng(0)
     given = scene(("circle", "red", 20.0, 20.0), ("circle", "orange", 45.0, 20.0), style="shaded")
-    truth = {
-        "Are there two circles?": "yes",
-        "Are there three circles?": "no",
-        "Is there a red circle?": "yes",
-    }
+    truth = {"Are there two circles?": "yes", "Are there three circles?": "no", "Is there a red circle?": "yes"}
     truth |= {"Is there an orange circle?": "yes", "Is there a red circle left of an orange circle?": "yes"}
     truth |= {"Is there an orange circle left of a red circle?": "no", "Is there a blue circle?": "no"}
     seen = {question.text: question.answer for question in (part(given, rng) for _ in range(600))}

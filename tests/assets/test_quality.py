@@ -91,10 +91,7 @@ def test_the_generator_is_as_good_as_its_card_says(name: str, low: float, high: 
     stated = {name: float(value) for name, value in re.findall(r"^\| (\w+) \| ([\d.]+) \|", card(name), re.MULTILINE)}
     assert set(stated) >= {"all", *CATEGORIES} and low <= stated["all"] <= high
     every, seeds = 5, SEEDS[:1]
-    measured, images = (
-        pipeline_accuracy(pipe, 1.0, seeds=seeds, every=every),
-        len(heldout_prompts()[::every]),
-    )
+    measured, images = (pipeline_accuracy(pipe, 1.0, seeds=seeds, every=every), len(heldout_prompts()[::every]))
     spread = (stated["all"] * (1 - stated["all"]) / images) ** 0.5
     assert abs(measured["all"] - stated["all"]) < 3 * spread
 

@@ -144,10 +144,7 @@ def test_arrays_come_from_the_npz_of_the_same_stem(runner: ModuleType, tmp_path:
         ('{"format": "visalign-golden-1", "x": NaN}', "bare NaN is no strict JSON"),
         ('{"format": "visalign-golden-1", "family": "A"}', "needs 'family' .* and 'cases'"),
         ('{"format": "visalign-golden-1", "family": "A", "cases": [{}]}', "an object with a 'name'"),
-        (
-            '{"format": "visalign-golden-1", "family": "A", "cases": [{"name": "a", "params": 1}]}',
-            "'params' must be",
-        ),
+        ('{"format": "visalign-golden-1", "family": "A", "cases": [{"name": "a", "params": 1}]}', "'params' must be"),
         ('{"format": "other"}', "its format is not visalign-golden-1"),
     ],
 )

@@ -70,11 +70,7 @@ def test_names_mean_nothing(runner: ModuleType, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "name", "changes"),
     [
-        (
-            "G_reward_losses",
-            "hpsv3_bt_all_s0",
-            {"params": {"loss_type": "focal", "k": 5, "tau": 1, "margin": 0}},
-        ),
+        ("G_reward_losses", "hpsv3_bt_all_s0", {"params": {"loss_type": "focal", "k": 5, "tau": 1, "margin": 0}}),
         ("G_reward_losses", "trl_rm_bt_s0", {"params": {"center_coefficient": None, "smoothing": 0.1}}),
         ("G_reward_rules", "purm_bhattacharyya_s0", {"params": {"temperature": 2.0}}),
         ("G_reward_heads", "hp_head_s0", {}),  # its arrays are not there

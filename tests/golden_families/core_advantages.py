@@ -17,12 +17,7 @@ from visalign.core.advantages.baselines import (
 )
 from visalign.core.advantages.combine import gdpo_advantages, normalise_then_sum, weighted_mean, weighted_sum
 from visalign.core.advantages.group import group_advantages, whiten
-from visalign.core.advantages.returns import (
-    discounted_returns,
-    gae,
-    reinforce_pp_advantages,
-    remax_advantages,
-)
+from visalign.core.advantages.returns import discounted_returns, gae, reinforce_pp_advantages, remax_advantages
 from visalign.core.preference.pairwise import win_rates
 from visalign.core.rewards.terms import adaptive_kl_coefficient, kl_in_reward, soft_overlong
 

@@ -92,10 +92,7 @@ def _fusion(case: Any) -> Outputs:
     options: Any = {"threshold": case.params["threshold"], "top": case.params["top"]}
     fused, kept = reward_fusion(own, near, close, **options), neighbour_weights(close, **options) > 0
     single = case.tensor("self_reward").ndim == 0
-    return {
-        "fused": fused[0] if single else fused,
-        "kept": kept.sum(1)[0] if single else kept.sum(1),
-    }
+    return {"fused": fused[0] if single else fused, "kept": kept.sum(1)[0] if single else kept.sum(1)}
 
 
 def _flow_factory(case: Any) -> Outputs | None:
@@ -114,12 +111,7 @@ def _flow_factory(case: Any) -> Outputs | None:
 
 
 SETS: tuple[Row, ...] = (
-    (
-        r"reward_fusion(_worked)?",
-        _fusion,
-        ("threshold", "top"),
-        ("self_reward", "neighbour_rewards", "similarity"),
-    ),
+    (r"reward_fusion(_worked)?", _fusion, ("threshold", "top"), ("self_reward", "neighbour_rewards", "similarity")),
     (r"marble(_worked\d)?", _marble, ("rho",), ("gradients", "advantages")),
     (r"marble_affine_reward_prob", _affine_probability, ("A_max",), ("advantages", "alpha")),
     (r"gdro(_worked\w*)?", _gdro, ("tau",), ("scores", "rewards")),

@@ -8,12 +8,7 @@ from typing import Any
 import torch
 
 from tests.golden_families import Outputs, Row, family
-from visalign.core.advantages.copo import (
-    between_group_advantages,
-    consistency_entropy,
-    copo_advantages,
-    copo_weight,
-)
+from visalign.core.advantages.copo import between_group_advantages, consistency_entropy, copo_advantages, copo_weight
 from visalign.core.advantages.entropy import aem_advantages, aem_scale, empg_advantages, empg_scale
 from visalign.core.advantages.group import group_advantages
 from visalign.core.advantages.returns import discounted_returns
@@ -23,12 +18,7 @@ from visalign.core.advantages.risk import (
     range_value_at_risk,
     track_quantile,
 )
-from visalign.core.advantages.rules import (
-    conditional_advantages,
-    prl_advantages,
-    replay_advantages,
-    replay_weight,
-)
+from visalign.core.advantages.rules import conditional_advantages, prl_advantages, replay_advantages, replay_weight
 from visalign.core.rewards.likelihood import jepo_credit
 from visalign.core.rewards.steps import (
     clip_step_rewards,
@@ -122,11 +112,7 @@ def _clip_delta(case: Any) -> Outputs:
 
 
 def _implicit(case: Any) -> Outputs:
-    log_ratio, mask, beta = (
-        case.tensor("log_ratio").requires_grad_(),
-        case.tensor("mask"),
-        case.params["beta"],
-    )
+    log_ratio, mask, beta = (case.tensor("log_ratio").requires_grad_(), case.tensor("mask"), case.params["beta"])
     loss = implicit_prm_loss(log_ratio, case.tensor("label"), mask, beta=beta).mean()
     (gradient,) = torch.autograd.grad(loss, log_ratio)
     rewards = implicit_step_rewards(log_ratio, mask, beta=beta)
@@ -186,23 +172,13 @@ def _aem(case: Any) -> Outputs:
 def _tp_grpo(case: Any) -> Outputs:
     levels, final = case.tensor("reward_sequence"), case.tensor("r_sde")
     found = turning_point_rewards(final[None], levels[:1], levels[None, 1:], eta=case.params["eta"], balanced=False)
-    return {
-        "d": found.increment[0],
-        "s": found.sign[0],
-        "turn": found.turn[0],
-        "step_rewards": found.step_reward[0],
-    }
+    return {"d": found.increment[0], "s": found.sign[0], "turn": found.turn[0], "step_rewards": found.step_reward[0]}
 
 
 def _turning_points(case: Any) -> Outputs:
     options: Any = {name: case.params[name] for name in ("eta", "replace", "balanced")}
     found = turning_point_rewards(case.tensor("r_sde"), case.tensor("r_ode"), case.tensor("r_mid"), **options)
-    return {
-        "step_rewards": found.step_reward,
-        "d": found.increment,
-        "s": found.sign,
-        "bonus": found.bonus,
-    }
+    return {"step_rewards": found.step_reward, "d": found.increment, "s": found.sign, "bonus": found.bonus}
 
 
 def _spear(case: Any) -> Outputs:
@@ -223,11 +199,7 @@ def _tea(case: Any) -> Outputs:
     statistics = covariance_statistics(log_prob, advantage, mask)
     covariance = token_covariance(log_prob, advantage, mask, statistics)
     weight = tea_weights(covariance, mask, tau=case.params["tau"])
-    return {
-        "covariance": covariance,
-        "weight": weight,
-        "weighted_entropy": (weight * case.tensor("entropy")).sum(),
-    }
+    return {"covariance": covariance, "weight": weight, "weighted_entropy": (weight * case.tensor("entropy")).sum()}
 
 
 def _likelihood(case: Any) -> Outputs:
@@ -251,12 +223,7 @@ PAPERS: tuple[Row, ...] = (
     (r"clip_delta(_worked)?", _clip_delta, ("eta",), ("step_rewards",)),
     (r"implicit_prm(_worked)?", _implicit, ("beta",), ("log_ratio", "label", "mask")),
     (r"prl_.*", _prl, ("eta", "block"), ("log_ratio", "advantage", "mask")),
-    (
-        r"riskpo(_worked)?",
-        _riskpo,
-        ("level_down", "level_up", "w", "track_rate"),
-        ("scores", "q_down", "q_up"),
-    ),
+    (r"riskpo(_worked)?", _riskpo, ("level_down", "level_up", "w", "track_rate"), ("scores", "q_down", "q_up")),
     (r"empg(_worked)?", _empg, ("k", "k_bonus", "zeta"), ("segment_entropy", "advantages")),
     (r"aem(_worked)?", _aem, ("lam", "min_range"), ("response_entropy", "group", "advantages")),
     (r"tp_grpo(_worked_\w)?", _tp_grpo, ("eta",), ("reward_sequence", "r_sde")),

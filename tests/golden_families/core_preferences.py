@@ -34,10 +34,7 @@ def _family(case: Any) -> dict[str, Any] | None:
         options = {"row": row, "beta": beta, "gamma": params.get("gamma"), "eps": params.get("eps", 0.0)}
         loss = direct_preference_loss(*said.chunk(2), *refs, *length.chunk(2), **options).mean()
         better, worse = reward.chunk(2)
-        found = {
-            "rewards_margins": (better - worse).mean(),
-            "rewards_accuracies": (better > worse).float().mean(),
-        }
+        found = {"rewards_margins": (better - worse).mean(), "rewards_accuracies": (better > worse).float().mean()}
     return {
         **found,
         "loss": loss,

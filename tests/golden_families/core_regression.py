@@ -13,13 +13,7 @@ from torch import Tensor
 from tests.golden_families import Outputs
 from visalign.core import velocity_kl
 from visalign.core.regression.groupwise import dgpo_loss
-from visalign.core.regression.losses import (
-    level_weight,
-    matching_error,
-    nft_loss,
-    preference_loss,
-    reward_probability,
-)
+from visalign.core.regression.losses import level_weight, matching_error, nft_loss, preference_loss, reward_probability
 from visalign.core.regression.signals import best_and_worst, best_worst_pairs, level_position, old_policy_decay
 from visalign.flow import flow_sigma, timestep_sigmas
 
@@ -58,10 +52,7 @@ def _decay(case: Any) -> Outputs:
 
 def _awm(case: Any) -> Outputs:
     v, sigma = case.tensor("v").requires_grad_(), case.tensor("timestep") / 1000
-    options: dict[str, Any] = {
-        "weighting": _WEIGHTING[case.params["weighting"]],
-        "power": case.params["power"],
-    }
+    options: dict[str, Any] = {"weighting": _WEIGHTING[case.params["weighting"]], "power": case.params["power"]}
     log_prob = -matching_error(v, case.tensor("target"), sigma, **options)
     return _with_gradient(log_prob, v, "log_prob")
 

@@ -18,15 +18,7 @@ from visalign.core.surrogates.kl import gaussian_kl, kl_estimate
 from visalign.core.surrogates.off_policy import importance_weights, off_policy_mask
 from visalign.core.surrogates.ppo import ppo_clip
 from visalign.core.surrogates.ratios import gaussian_log_prob, log_ratio, ratio_level
-from visalign.core.surrogates.weighted import (
-    binary_kl,
-    binary_tv,
-    cispo,
-    dppo,
-    gamma_weight,
-    reinforce,
-    vespo,
-)
+from visalign.core.surrogates.weighted import binary_kl, binary_tv, cispo, dppo, gamma_weight, reinforce, vespo
 
 TOKENS = ("log_prob", "old_log_prob", "advantages", "mask")
 NEUTRAL = ("mask_kind", "dtype", "empty_rows")
@@ -49,11 +41,7 @@ class Tokens(NamedTuple):
 
 
 def _tokens(case: Any) -> Tokens:
-    new, old, weight = (
-        case.tensor("log_prob").requires_grad_(),
-        case.tensor("old_log_prob"),
-        case.tensor("mask"),
-    )
+    new, old, weight = (case.tensor("log_prob").requires_grad_(), case.tensor("old_log_prob"), case.tensor("mask"))
     reference = case.tensor("ref_log_prob") if "ref_log_prob" in case.inputs else None
     return Tokens(new, old, weight, case.tensor("advantages"), reference, log_ratio(new, old, weight))
 

@@ -18,12 +18,7 @@ import torch
 from torch import Tensor
 
 from tests.golden_families import Outputs, gradients
-from visalign.core.preference.bradley_terry import (
-    average_pairs,
-    bradley_terry_loss,
-    outcome_loss,
-    tie_log_prob,
-)
+from visalign.core.preference.bradley_terry import average_pairs, bradley_terry_loss, outcome_loss, tie_log_prob
 from visalign.core.preference.fidelity import fidelity_rewards
 from visalign.core.preference.heatmaps import ctrl_u_loss, ctrl_u_weight
 from visalign.core.preference.ict import IctLabels, hp_loss, ict_hp_loss, ict_loss
@@ -36,12 +31,7 @@ from visalign.core.preference.uncertainty import (
 )
 from visalign.core.preference.yes_no import YesNo, yes_no_answer
 from visalign.core.rewards.uncertainty import bhattacharyya, bhattacharyya_overlap, penalise
-from visalign.core.standalone.clip_losses import (
-    listwise_choice_loss,
-    paired_cosine,
-    pickscore_loss,
-    rank_margin_loss,
-)
+from visalign.core.standalone.clip_losses import listwise_choice_loss, paired_cosine, pickscore_loss, rank_margin_loss
 from visalign.rewards.hpsv3.head import RanknetHead
 from visalign.rewards.weights.affine_head import AffineHead, standardise
 
@@ -271,12 +261,7 @@ def _from_tokens(row: dict[str, float]) -> YesNo:
 
 def _logits(case: Any) -> Outputs:
     answer = yes_no_answer(case.tensor("logits"), case.params["yes_ids"], case.params["no_ids"])
-    return {
-        "log_odds": answer.log_odds,
-        "prob": answer.prob,
-        "mass": answer.mass,
-        "prob_vocab": answer.log_yes.exp(),
-    }
+    return {"log_odds": answer.log_odds, "prob": answer.prob, "mass": answer.mass, "prob_vocab": answer.log_yes.exp()}
 
 
 def _off_policy(case: Any) -> Outputs:
@@ -284,11 +269,7 @@ def _off_policy(case: Any) -> Outputs:
     parts = list(given)
     options = {name: case.params[name] for name in ("alpha", "multiplier")}
     weights = off_policy_pair_weights(*parts, **options, normalise=False)
-    return {
-        "weights": weights,
-        "normaliser": weights.mean(),
-        "normalised": off_policy_pair_weights(*parts, **options),
-    }
+    return {"weights": weights, "normaliser": weights.mean(), "normalised": off_policy_pair_weights(*parts, **options)}
 
 
 def _overlap(case: Any) -> Outputs:
@@ -327,11 +308,7 @@ Row = tuple[Callable[[Any], Outputs | None], set[str], set[str]]
 
 LOSSES: tuple[Row, ...] = (
     (_hpsv3, {"loss_type", "k", "tau", "margin"}, {"chosen", "rejected", "nontied"}),
-    (
-        _uncertainty,
-        {"?mc"},
-        {"mu_chosen", "log_sigma_chosen", "mu_rejected", "log_sigma_rejected", "soft_label"},
-    ),
+    (_uncertainty, {"?mc"}, {"mu_chosen", "log_sigma_chosen", "mu_rejected", "log_sigma_rejected", "soft_label"}),
     (_trl, {"center_coefficient"}, {"chosen", "rejected", "margin"}),
     (
         _ict_hp,
@@ -352,11 +329,7 @@ HEADS: tuple[Row, ...] = (
     (_laion, {"weights_file", "state_dict_keys", "relu"}, {"x"}),
     (_cosine, set(), {"text", "image"}),
     (_standardise, set(), {"raw"}),
-    (
-        _hpsv3_pooling,
-        {"special_token_id", "pad_token_id", "?state_dict_keys"},
-        {"hidden", "input_ids", "state_dict"},
-    ),
+    (_hpsv3_pooling, {"special_token_id", "pad_token_id", "?state_dict_keys"}, {"hidden", "input_ids", "state_dict"}),
 )
 RULES: tuple[Row, ...] = (
     (_fidelity, {"gamma", "ddof", "?eps_inside_roots_peer", "?dtype"}, {"predictions", "ground_truth"}),

@@ -158,8 +158,4 @@ ADVANTAGES: tuple[Row, ...] = (
 )
 EQUALITY: tuple[Row, ...] = ((r".*", _equality, (), ("answer", "truth")),)
 
-FAMILIES = {
-    "M_policy_losses": family(LOSSES),
-    "M_advantages": family(ADVANTAGES),
-    "N_math_equality": family(EQUALITY),
-}
+FAMILIES = {"M_policy_losses": family(LOSSES), "M_advantages": family(ADVANTAGES), "N_math_equality": family(EQUALITY)}

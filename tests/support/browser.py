@@ -77,11 +77,7 @@ class Browser:
     def open(self, page: Path, *, width: int, height: int, dark: bool) -> None:
         """Load a file at a size of the window, in a colour scheme; events of earlier pages are forgotten."""
         self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=width < 600,
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
         )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])

@@ -157,10 +157,7 @@ def kto_case(seed: int) -> dict[str, Any]:
         _compute_kl_logps=lambda model, inputs: given["kl_log_prob"],
     )
     inputs = batch(
-        given["mask"],
-        label=given["label"],
-        ref_logps=given["ref_log_prob"],
-        ref_KL_logps=given["ref_kl_log_prob"],
+        given["mask"], label=given["label"], ref_logps=given["ref_log_prob"], ref_KL_logps=given["ref_kl_log_prob"]
     )
     loss = trl.KTOTrainer._compute_loss(own, Answers(leaf), inputs, False)
     (slope,) = torch.autograd.grad(loss, leaf)

@@ -9,13 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from visalign.core import (
-    gaussian_kl,
-    gaussian_log_prob,
-    guard_log_ratio,
-    guard_step_weight,
-    log_ratio,
-)
+from visalign.core import gaussian_kl, gaussian_log_prob, guard_log_ratio, guard_step_weight, log_ratio
 from visalign.core.surrogates.ratios import ratio_level
 
 NAN = float("nan")

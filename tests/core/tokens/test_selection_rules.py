@@ -19,11 +19,7 @@ from visalign.core.tokens.entropy_terms import (
     peak_entropy,
     siren_keep,
 )
-from visalign.core.tokens.selection_rules import (
-    clip_v_keep,
-    clip_v_thresholds,
-    discriminator_scores,
-)
+from visalign.core.tokens.selection_rules import clip_v_keep, clip_v_thresholds, discriminator_scores
 from visalign.core.tokens.steer import steer_change, steer_thresholds, steer_weights
 
 NAN = float("nan")

@@ -122,11 +122,7 @@ def test_an_unreadable_image_is_a_missing_score(tmp_path: Path) -> None:
 
 def test_win_rates_by_hand() -> None:
     names, tags = tuple("aabbcd"), tuple("xxxxyy")
-    common: dict[str, Any] = {
-        "tags": tags,
-        "seeds": np.array([0, 1, 0, 1, 0, 0]),
-        "units": {"cost": "s"},
-    }
+    common: dict[str, Any] = {"tags": tags, "seeds": np.array([0, 1, 0, 1, 0, 0]), "units": {"cost": "s"}}
     common |= {"images": np.zeros((0, 1, 1, 3), np.uint8), "image_index": np.zeros(0, np.int64)}
     common |= {"higher_is_better": {"cost": False}, "judged": np.zeros(6, bool), "correct": np.zeros(6, bool)}
     values = {"first": [1, 2, 3, 4, 5, 6], "second": [0, 1, 3, 5, 4, np.nan]}

@@ -16,12 +16,7 @@ from tests.support.models.language import tiny_config, tiny_model, tiny_tokenize
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.errors import UserError
 from visalign.interfaces import TextReward
-from visalign.rewards import (
-    ImplicitProcessReward,
-    ProcessRewardModel,
-    RewardError,
-    check_text_reward,
-)
+from visalign.rewards import ImplicitProcessReward, ProcessRewardModel, RewardError, check_text_reward
 from visalign.text import Sampling, StoppingCriteria, StopReason, TextRollout, TokenSets
 from visalign.text.step_tokens import StepEncoder, StepTokens, step_logits
 from visalign.text.steps import StepReading, StepRewards, step_index

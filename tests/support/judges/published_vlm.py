@@ -196,10 +196,7 @@ def _write_base(base: Path, kind: str, tokens: list[str], seed: int) -> dict[str
     return weights({key: tuple(shapes[key].shape) for key in sorted(shapes)}, seed)
 
 
-_ARCHITECTURES = {
-    "qwen2_vl": "Qwen2VLForConditionalGeneration",
-    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
-}
+_ARCHITECTURES = {"qwen2_vl": "Qwen2VLForConditionalGeneration", "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration"}
 
 
 def _tokenizer() -> Tokenizer:

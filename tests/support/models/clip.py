@@ -42,13 +42,7 @@ def tiny_config() -> dict[str, Any]:
     return {
         "embed_dim": 16,
         "vision_cfg": {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 8},
-        "text_cfg": {
-            "context_length": CONTEXT,
-            "vocab_size": len(WORDS) + 4,
-            "width": 32,
-            "heads": 2,
-            "layers": 1,
-        },
+        "text_cfg": {"context_length": CONTEXT, "vocab_size": len(WORDS) + 4, "width": 32, "heads": 2, "layers": 1},
     }
 
 
@@ -95,13 +89,7 @@ def tiny_clip_state(seed: int = 0, **changes: Any) -> dict[str, Tensor]:
 
 
 def save_tiny_transformers_clip(
-    folder: Path,
-    *,
-    binary: bool = False,
-    tokenizer: bool = True,
-    seed: int = 0,
-    end: int = END,
-    **changes: Any,
+    folder: Path, *, binary: bool = False, tokenizer: bool = True, seed: int = 0, end: int = END, **changes: Any
 ) -> Path:
     """Write a `CLIPModel` folder: config, weights, and tokenizer if wanted."""
     folder.mkdir(parents=True, exist_ok=True)

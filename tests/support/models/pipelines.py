@@ -359,11 +359,7 @@ def _hidream() -> Made:
     )  # fmt: skip
     pipe = diffusers.HiDreamImagePipeline(_flow(shift=3.0), _autoencoder(4), *[NO] * 8, transformer)
     pipe.default_sample_size = 16
-    shapes = {
-        "prompt_embeds_t5": (8, 32),
-        "prompt_embeds_llama3": (-2, 2, 8, 16),
-        "pooled_prompt_embeds": (64,),
-    }
+    shapes = {"prompt_embeds_t5": (8, 32), "prompt_embeds_llama3": (-2, 2, 8, 16), "pooled_prompt_embeds": (64,)}
     return pipe, shapes, {"guidance": 5.0}
 
 

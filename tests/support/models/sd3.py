@@ -8,12 +8,7 @@ from string import ascii_lowercase
 from typing import Any, Literal
 
 import torch
-from diffusers import (
-    AutoencoderKL,
-    FlowMatchEulerDiscreteScheduler,
-    SD3Transformer2DModel,
-    StableDiffusion3Pipeline,
-)
+from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer, T5Config, T5EncoderModel
 
 WORDS = (
@@ -41,9 +36,7 @@ def tiny_tokenizer() -> CLIPTokenizer:
                 merges.append(pair)
                 vocabulary.append("".join(pair))
     return CLIPTokenizer(
-        vocab={piece: i for i, piece in enumerate(dict.fromkeys(vocabulary))},
-        merges=merges,
-        model_max_length=TOKENS,
+        vocab={piece: i for i, piece in enumerate(dict.fromkeys(vocabulary))}, merges=merges, model_max_length=TOKENS
     )
 
 

@@ -186,11 +186,7 @@ class Loud(Brightness):
 
 
 ROLLOUT = {"prompts_per_iteration": 6, "group_size": 8, "steps": 4, "batch_size": 48, "noise_level": 0.5}
-CHANGES = {
-    "kl": 0.0,
-    "surrogate_options": {"eps_low": 0.1, "eps_high": 0.1},
-    "advantage_options": {"scale": "group"},
-}
+CHANGES = {"kl": 0.0, "surrogate_options": {"eps_low": 0.1, "eps_high": 0.1}, "advantage_options": {"scale": "group"}}
 OPTIMIZER = {"lr": 0.05, "updates_per_iteration": 2, "micro_batch": 64, "ema_decay": 0.5, "ema_every": 1}
 
 

@@ -137,14 +137,7 @@ def _log_volume(theta: Tensor, prior: Tensor, precision: Tensor) -> Tensor:
 
 
 def _mixture(
-    theta: Tensor,
-    covariance: Tensor,
-    evidence: Tensor,
-    spread: Tensor,
-    noise: Tensor,
-    *,
-    size: int,
-    model: Model,
+    theta: Tensor, covariance: Tensor, evidence: Tensor, spread: Tensor, noise: Tensor, *, size: int, model: Model
 ) -> RankingFit:
     """Mean and covariance over the grid, weighted by evidence and a half-Cauchy prior on the spread."""
     # On a logarithmic grid a density of τ gets the factor τ.
