@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The golden runner on the frozen numbers of this repository, and on folders that must not pass."""
+"""The golden runner on the frozen numbers of this repository, and on files and folders that must not pass."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +16,11 @@ import numpy as np
 import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VISALIGN_GOLDEN_WEIGHTS", raising=False)
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +42,11 @@ def run(runner: ModuleType, folder: Path) -> tuple[int, list[str]]:
 def write(folder: Path, family: str, cases: list[dict[str, Any]], name: str = "file") -> None:
     document = {"format": "visalign-golden-1", "family": family, "cases": cases}
     (folder / f"{name}.json").write_text(json.dumps(document))
+
+
+def case(family: str, name: str) -> dict[str, Any]:
+    cases = json.loads((TESTS / "golden" / f"{family}.json").read_text())["cases"]
+    return next(one for one in cases if one["name"] == name)
 
 
 def centred(**changes: Any) -> dict[str, Any]:
@@ -66,29 +77,37 @@ def test_all_frozen_numbers_agree(runner: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "case", "keys"),
+    ("family", "name", "keys"),
     [
         ("A_advantages", "trl_gdpo_s1", ("outputs", "advantages", 0)),
         ("B_surrogates", "ppo_clip_s0", ("outputs", "token_mean", "grad_log_prob", 0, 0)),
         ("B_surrogates", "ppo_clip_fully_masked_row", ("outputs_trl", "dr_grpo", "loss")),
         ("E_diffusion_losses", "grpo_guard_mixed_s2", ("outputs_paper", "loss")),
         ("E_diffusion_losses", "flow_grpo_with_kl_s0", ("outputs_peer", "policy_loss")),
+        ("G_reward_losses", "hpsv3_btt_ties_s1", ("outputs", "grad_chosen", 0, 0)),
+        ("G_reward_losses", "hpsv3_uncertainty_s0", ("outputs_paper", "grad_s", 1)),
+        ("G_reward_losses", "hpsv3_uncertainty_s0", ("outputs_peer", "exact_loss")),
+        ("G_reward_losses", "icthp_ict_s0", ("outputs_paper", "loss")),
+        ("G_reward_losses", "hpsv2_rankingloss_s0", ("outputs_peer", "loss")),
+        ("G_reward_rules", "vqr1_fidelity_s0", ("outputs_paper", "reward_ddof0", 2, 1)),
+        ("G_reward_rules", "p_yes_top_logprobs", ("outputs_paper", "mass", 3)),
+        ("G_reward_rules", "ctrl_u_s0", ("outputs", "grad_logits", 4, 1, 0, 2)),
+        ("G_reward_heads", "hpsv3_pooling_s0", ("outputs", "last", 1, 0)),
     ],
 )
 def test_a_corrupted_number_is_named(
-    runner: ModuleType, tmp_path: Path, family: str, case: str, keys: tuple[Any, ...]
+    runner: ModuleType, tmp_path: Path, family: str, name: str, keys: tuple[Any, ...]
 ) -> None:
-    document = json.loads((TESTS / "golden" / f"{family}.json").read_text())
-    place: Any = next(c for c in document["cases"] if c["name"] == case)
+    one = case(family, name)
+    place: Any = one
     for key in keys[:-1]:
         place = place[key]
     place[keys[-1]] += 1e-4 * (1 + abs(place[keys[-1]]))
-    (tmp_path / "broken.json").write_text(json.dumps(document))
+    write(tmp_path, family, [one])
     status, lines = run(runner, tmp_path)
-    assert status == 1
     failures = [line for line in lines if line.startswith("FAIL")]
-    assert len(failures) == 1 and f"{family}/{case} " in failures[0] and "expected" in failures[0]
-    assert lines[-1].endswith(f"{family}/{case}")
+    assert status == 1 and len(failures) == 1 and f"{family}/{name} " in failures[0] and "expected" in failures[0]
+    assert lines[-1].endswith(f"{family}/{name}")
 
 
 def test_command_line_from_another_folder(
@@ -200,3 +219,51 @@ def test_a_case_that_raises_or_answers_nothing_fails(runner: ModuleType, tmp_pat
 def test_difference(runner: ModuleType, ours: Any, theirs: Any, tolerance: Any, ok: bool) -> None:
     result = runner.difference(ours, theirs, tolerance)
     assert result.ok is ok and (ok or result.reason)
+
+
+def test_every_loss_and_every_head_with_its_weights_is_known(runner: ModuleType, tmp_path: Path) -> None:
+    for name in ("G_reward_losses.json", "G_reward_heads.json", "G_reward_heads.npz"):
+        shutil.copy(TESTS / "golden" / name, tmp_path)
+    status, lines = run(runner, tmp_path)
+    assert status == 0 and lines[-1].startswith("84 ok, 0 FAIL, 6 unknown")
+    assert [line for line in lines if line.startswith("unknown")] == [
+        "unknown variant G_reward_heads/laion_ava_logos-l14-linearMSE: 3 cases",
+        "unknown variant G_reward_heads/laion_ava_logos-l14-reluMSE: 3 cases",
+    ]
+
+
+def test_names_mean_nothing(runner: ModuleType, tmp_path: Path) -> None:
+    cases = json.loads((TESTS / "golden/G_reward_losses.json").read_text())["cases"][:24]
+    cases = [{**one, "name": f"x{place}"} for place, one in enumerate(cases)]
+    write(tmp_path, "G_reward_losses", cases)
+    assert run(runner, tmp_path)[1][-1].startswith("24 ok, 0 FAIL, 0 unknown")
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "changes"),
+    [
+        ("G_reward_losses", "hpsv3_bt_all_s0", {"params": {"loss_type": "focal", "k": 5, "tau": 1, "margin": 0}}),
+        ("G_reward_losses", "trl_rm_bt_s0", {"params": {"center_coefficient": None, "smoothing": 0.1}}),
+        ("G_reward_rules", "purm_bhattacharyya_s0", {"params": {"temperature": 2.0}}),
+        ("G_reward_heads", "hp_head_s0", {}),  # its arrays are not there
+    ],
+)
+def test_what_is_not_known_is_not_guessed(
+    runner: ModuleType, tmp_path: Path, family: str, name: str, changes: dict[str, Any]
+) -> None:
+    write(tmp_path, family, [case(family, name) | changes])
+    assert run(runner, tmp_path)[1][-1].startswith("0 ok, 0 FAIL, 1 unknown")
+
+
+def test_the_layered_head_comes_from_the_arrays(runner: ModuleType, tmp_path: Path) -> None:
+    one = case("G_reward_heads", "hp_head_s0")
+    write(tmp_path, "G_reward_heads", [one], "G_reward_heads")
+    with np.load(TESTS / "golden/G_reward_heads.npz") as archive:
+        arrays = {key: archive[key] for key in archive.files if key.startswith("hp_head_s0/")}
+    target: Any = tmp_path / "G_reward_heads.npz"
+    np.savez(target, **arrays)
+    assert run(runner, tmp_path)[0] == 0
+    arrays["hp_head_s0/layers.4.bias"] = arrays["hp_head_s0/layers.4.bias"] + 0.01
+    np.savez(target, **arrays)
+    status, lines = run(runner, tmp_path)
+    assert status == 1 and lines[0].startswith("FAIL G_reward_heads/hp_head_s0")
