@@ -265,7 +265,7 @@ class MachineConfig:
     device: Literal["auto", "cpu"] = "auto"
     """auto (an accelerator if there is one) or cpu."""
     threads: Count | None = None
-    """CPU threads; null: as torch chooses. Another number may change the last bits."""
+    """CPU threads; null: as torch chooses, and at most 4 beside a GPU. Another number may change the last bits."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from visalign.interfaces import Metadata, Scores
+from visalign.interfaces import Metadata, RewardCapabilities, Scores
 from visalign.rewards.base.contract import check_choices, make_scores, read_request, scatter
 from visalign.rewards.base.identity import Identity
 
@@ -31,6 +31,7 @@ class ShapesVerifier:
     name = "shapes_verifier"
     range = (0.0, 1.0)
     higher_is_better = True
+    capabilities = RewardCapabilities(takes_gpu_images=True)
 
     def __init__(self, mode: str = "correct") -> None:
         check_choices(self.name, mode=(mode, UNITS))

@@ -56,6 +56,35 @@ def test_the_first_ratio_is_one(name: str, compiled: bool, dtype: torch.dtype, t
         assert float((log_prob.detach() - pairs.log_prob).abs().max()) < (1e-6 if dtype == torch.float32 else 1e-5)
 
 
+@pytest.mark.parametrize("solver", ["euler", "dpmpp_2m"])
+@pytest.mark.parametrize("name", ["shapes-sd3", "shapes-sd15"])
+def test_a_step_does_not_wait_for_the_device(name: str, solver: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    policy = policy_of(name, torch.bfloat16, tmp_path)
+    condition = policy.encode(["a red circle"] * 4)
+    velocity, calls = policy.velocity, []
+
+    def watched(*args: Any) -> torch.Tensor:
+        if name != "shapes-sd3" or not calls:  # diffusers' call of a pipeline waits by itself; a first call prepares
+            torch.cuda.set_sync_debug_mode("default")
+        calls.append(args)
+        result = velocity(*args)
+        torch.cuda.set_sync_debug_mode("error")
+        return result
+
+    def check_finite(latents: torch.Tensor) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(policy, "velocity", watched)
+    monkeypatch.setattr("visalign.flow.rollout.check_finite", check_finite)
+    try:
+        rollout(
+            policy, condition, sigmas=policy.sigmas(5), sde_steps=[1, 2], seeds=range(4), batch_size=2, solver=solver
+        )
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(calls) == 10
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_a_second_pass_compiles_nothing_and_no_block_runs_eagerly(tmp_path: Path):
     policy = policy_of("shapes-sd3", torch.bfloat16, tmp_path)

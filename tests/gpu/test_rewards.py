@@ -51,6 +51,16 @@ def test_scores_are_those_of_the_cpu(name: str, low_precision: str | None):
         torch.testing.assert_close(exact, expected, rtol=1e-3, atol=1e-3)
 
 
+def test_the_verifier_detects_on_the_gpu_what_it_detects_on_the_cpu():
+    images, prompts = images_and_prompts()
+    noisy = (images + 0.05 * torch.randn(images.shape, generator=torch.Generator().manual_seed(0))).clamp(0, 1)
+    verifier = load_reward("shapes_verifier", mode="partial")
+    for batch in (images, noisy):
+        expected = verifier.score(batch, prompts)
+        on_device = verifier.score(batch.to("cuda"), prompts)
+        assert float((on_device.value != expected.value).double().mean()) <= 0.02  # convolutions round apart
+
+
 @pytest.mark.parametrize("name", ["clip_score", "reward_dance"])
 def test_an_image_on_the_gpu_and_one_on_the_cpu_get_one_score(name: str):
     images, prompts = images_and_prompts()

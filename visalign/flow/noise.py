@@ -39,3 +39,10 @@ def _normal(seeds: list[int], shape: Sequence[int]) -> Tensor:
     for row, seed in zip(noise, seeds, strict=True):
         row.copy_(torch.randn(row.shape, generator=torch.Generator().manual_seed(seed)))
     return noise
+
+
+def queue_copy(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor to a device; from the CPU to a GPU it does not wait for the work that is queued there."""
+    if device.type != "cuda" or tensor.is_cuda:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

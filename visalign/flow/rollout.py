@@ -15,7 +15,7 @@ from torch import Tensor
 from visalign.core.surrogates.ratios import LogProbReduction
 from visalign.interfaces import Condition, DiffusionPolicy
 
-from .noise import check_seeds, initial_noise, step_noise
+from .noise import check_seeds, initial_noise, queue_copy, step_noise
 from .parametrization import preserving_scale
 from .trajectory import Pairs, Trajectory
 from .transitions import Kernel, LogProbForm, ODESolver
@@ -68,18 +68,21 @@ def rollout(
     )
     tree = check_nodes(nodes, len(condition), total, steps)
     noise = _start_noise(policy, tree[0], seeds, noise, bool(steps))
+    _check_stochastic(kernel, sigmas, steps)
     times = policy.times(sigmas)
     trajectory = _allocate(policy, first_latents(policy, noise, sigmas), sigmas, times, steps, kernel, tree)
+    levels, times = sigmas.to(policy.device), times.to(policy.device)
     seed_list = check_seeds(seeds) if seeds is not None else []
     size = min(batch_size or len(condition), len(condition))
-    solvers: dict[int, ODESolver] = {}  # one per chunk; chunks stay the same until paths part
+    chunks: dict[int, tuple[Condition, ODESolver]] = {}  # they stay the same until paths part
     for k, k_next in itertools.pairwise(visited_steps(total, steps, compression)):
         for number, rows in enumerate(tree[k].unique().split(size)):
-            ode = solvers.setdefault(number, ODESolver(solver))
+            if number not in chunks:
+                chunks[number] = condition.select(rows), ODESolver(solver)
             pair = (tree[k], tree[k_next])
-            _advance(policy, condition, sigmas, times, seed_list, trajectory, pair, rows, (k, k_next), ode)
+            _advance(policy, levels, times, seed_list, trajectory, pair, rows, (k, k_next), *chunks[number])
         if not torch.equal(tree[k], tree[k_next]):
-            solvers.clear()
+            chunks.clear()
     check_finite(trajectory.latents)
     return trajectory
 
@@ -221,34 +224,35 @@ def velocity_of(
 
 def _advance(
     policy: DiffusionPolicy,
-    condition: Condition,
-    sigmas: Tensor,
+    levels: Tensor,
     times: Tensor,
     seeds: list[int],
     trajectory: Trajectory,
     nodes: tuple[Tensor, Tensor],
     rows: Tensor,
     steps: tuple[int, int],
+    condition: Condition,
     ode: ODESolver,
 ) -> None:
-    """Compute one step of the nodes `rows`, and write it to all samples that share them.
+    """Compute one step of the nodes `rows`, whose condition it is, and write it to all samples that share them.
 
-    nodes, [B] each: the first sample of each sample's node before the step and after it.
+    nodes, [B] each: the first sample of each sample's node before the step and after it. Nothing here waits for the
+    device: what a GPU computes is queued while the CPU prepares the next step.
     """
     (k, k_next), kernel, device = steps, trajectory.kernel, trajectory.latents.device
     samples = torch.isin(nodes[0], rows).nonzero()[:, 0]
     ends, end = nodes[1][samples].unique(return_inverse=True)  # nodes after the step, and each sample's
-    parent, end = torch.searchsorted(rows, nodes[0][ends]).to(device), end.to(device)
-    x, levels = trajectory.latents[rows.to(device)], sigmas.to(device)
+    parent, end = queue_copy(torch.searchsorted(rows, nodes[0][ends]), device), queue_copy(end, device)
+    x, samples = trajectory.latents[queue_copy(rows, device)], queue_copy(samples, device)
     sigma, sigma_next = levels[k].expand(len(x)), levels[k_next].expand(len(x))
-    v = velocity_of(policy, x, sigma, condition.select(rows), times.to(device)[k].expand(len(x)))
-    samples = samples.to(device)
+    v = velocity_of(policy, x, sigma, condition, times[k].expand(len(x)))
     if k not in trajectory.sde_steps:
         trajectory.latents[samples] = ode.step(x, v, sigma, sigma_next).to(x.dtype)[end]
         return
     ode.observe(x, v, sigma, sigma_next)
     transition = kernel.step(x[parent], v[parent], sigma[parent], sigma_next[parent])
-    x_next = transition.sample(step_noise([seeds[i] for i in ends.tolist()], k, x.shape[1:])).to(x.dtype)
+    noise = step_noise([seeds[i] for i in ends.tolist()], k, x.shape[1:])
+    x_next = transition.sample(queue_copy(noise, device)).to(x.dtype)
     s = trajectory.sde_steps.index(k)
     trajectory.x[samples, s] = x[parent][end]
     trajectory.x_next[samples, s] = x_next[end]
@@ -312,6 +316,13 @@ def _start_noise(
     if not torch.equal(noise[start.to(noise.device)], noise):
         raise ValueError("nodes join samples that start from different noise; give them one in `noise`.")
     return noise
+
+
+def _check_stochastic(kernel: Kernel, sigmas: Tensor, steps: tuple[int, ...]) -> None:
+    """Refuse steps without a log-probability, here on the CPU: on a GPU the check would wait for each step."""
+    if steps:
+        zeros, index = torch.zeros(len(steps), 1), list(steps)
+        kernel.log_prob_of(kernel.step(zeros, zeros, sigmas[:-1][index], sigmas[1:][index]), zeros)
 
 
 def _check_sigmas(sigmas: Tensor) -> Tensor:

@@ -57,7 +57,8 @@ class Transition:
         x_next = x_next.to(self.mean)
         if form == "quadratic":
             return reduce_event(-(x_next - self.mean).square(), 1, log_prob_reduction)
-        if not bool((self.std > 0).all()):
+        # `rollout` checks its steps on the CPU
+        if self.std.device.type == "cpu" and not bool((self.std > 0).all()):
             raise ValueError(
                 f"The log-probability is undefined: the smallest std is {float(self.std.min()):.3g}. A step "
                 "has none under the ODE, at noise level 0, where σ' is not below σ, and in the last step "
@@ -199,9 +200,11 @@ class ODESolver:
         before = self._before
         clean, h = self._predict(x, v, sigma, sigma_next)
         target = clean
-        if before is not None and bool((sigma_next > 0).all()):
+        if before is not None:
             clean_before, h_before = before
-            target = clean + _rows(h / (2 * h_before), x) * (clean - clean_before)
+            # 0 after pure noise, whose h is infinite, and in the step to σ' = 0
+            share = torch.where(sigma_next > 0, h / (2 * h_before), 0.0)
+            target = clean + _rows(share, x) * (clean - clean_before)
         return _rows(sigma_next / sigma, x) * x - _rows((1 - sigma_next) * torch.expm1(-h), x) * target
 
     def observe(self, x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor) -> None:
@@ -212,7 +215,7 @@ class ODESolver:
     def _predict(self, x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor) -> tuple[Tensor, Tensor]:
         clean = x - _rows(sigma, x) * v
         h = torch.special.logit(1 - sigma_next) - torch.special.logit(1 - sigma)
-        self._before = None if bool(torch.isinf(h).any()) else (clean, h)  # from pure noise h is infinite
+        self._before = clean, h
         return clean, h
 
 

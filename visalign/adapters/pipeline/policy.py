@@ -206,6 +206,8 @@ class PipelinePolicy(DiffusersPolicy):
             network_input = x / scale.to(x.dtype)
         groups, velocities = self._groups(rows, time), []
         with torch.autocast(x.device.type, self.autocast) if self.autocast else nullcontext():
+            if len(groups) == 1:  # the usual case, without copies or indices that wait for a GPU
+                return velocity_of_prediction(self._predict(network_input, time, rows), x, sigma, self.prediction)
             for group in groups:
                 at = torch.as_tensor(group, device=x.device)
                 velocities.append(self._predict(network_input[at], time[at], [rows[i] for i in group]))
@@ -261,9 +263,10 @@ class PipelinePolicy(DiffusersPolicy):
         """Group the samples that one call of the pipeline can take, in order of appearance."""
         groups: dict[Any, list[int]] = {}
         one_by_one = self.family.alone == "always" or (self.guided and self.family.alone == "guided")
-        for i, (row, t) in enumerate(zip(rows, time.tolist(), strict=True)):
+        times = [None] * len(rows) if self._mixed else time.tolist()
+        for i, (row, t) in enumerate(zip(rows, times, strict=True)):
             shared = lengths(row, self.family.batch_axis, padded=self.family.padded)
-            groups.setdefault((shared, None if self._mixed else t, i if one_by_one else 0), []).append(i)
+            groups.setdefault((shared, t, i if one_by_one else 0), []).append(i)
         return list(groups.values())
 
     def _predict(self, x: Tensor, time: Tensor, rows: Sequence[Encoded]) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from visalign.adapters.offload import ENCODERS, on_device
 from visalign.adapters.prompt_cache import has_prompt_cache
+from visalign.flow.noise import queue_copy
 
 from .joint_attention import collapse_null_tokens
 
@@ -34,7 +35,7 @@ class SD3Condition:
 
     def select(self, index: Tensor) -> SD3Condition:
         """Return the condition of the samples `index` [N] (repeats allowed); the encoded prompts are shared."""
-        return replace(self, index=self.index[index.to(self.index.device)])
+        return replace(self, index=self.index[queue_copy(index, self.index.device)])
 
 
 class SD3TextEncoders:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .components import find_components
+from .components import Components, find_components
 from .prompts import COLORS, SHAPES
 from .render import PALETTE, render_many
 from .scenes import SIZE, Scene, SceneObject
@@ -32,7 +32,7 @@ MAX_MISFIT = 0.35  # Relative error of height plus width against the best ideal 
 _CHROMA_SHARE = 0.42  # least share of a color's full chroma: about half-covered edge pixels
 _WHITE_FLOOR = 138.0  # darkest channel of a white pixel: half-way between the lightest ground and shaded white
 _TEMPLATE = 24  # side of the grid on which masks are compared
-_AT_ONCE = 32  # images per pass, so few that intermediate results stay in the processor's cache
+_AT_ONCE = 32  # images per pass on a CPU, so few that intermediate results stay in its cache
 
 _HUED = tuple(name for name in COLORS if name != "white")
 
@@ -51,7 +51,9 @@ class Detection:
 
 def detect(images: Tensor | np.ndarray) -> list[list[Detection]]:
     """Detect the objects of each image, [B, 3, 64, 64] float in [0, 1] or uint8 [B, 64, 64, 3]."""
-    return [objects for part in as_images(images).cpu().split(_AT_ONCE) for objects in _objects(label_map(part))]
+    levels = as_images(images)
+    parts = levels.split(_AT_ONCE) if levels.device.type == "cpu" else [levels]
+    return [objects for part in parts for objects in _objects(label_map(part), levels.device)]
 
 
 def as_images(images: Tensor | np.ndarray) -> Tensor:
@@ -86,20 +88,20 @@ def _hue_vector(rgb: Tensor) -> tuple[Tensor, Tensor]:
 def label_map(images: Tensor) -> np.ndarray:
     """Label pixels [B, 3, 64, 64] in [0, 255] by color: uint8 [B, 64, 64], 0 ground, i COLORS[i − 1]."""
     # A light 3×3 smoothing: takes the noise of single pixels, leaves edges within half a pixel.
-    kernel = torch.tensor([1.0, 4.0, 1.0])
+    kernel = images.new_tensor([1.0, 4.0, 1.0])
     kernel = (kernel[:, None] * kernel[None, :] / 36.0).expand(3, 1, 3, 3)
     smooth = F.conv2d(F.pad(images, (1, 1, 1, 1), mode="replicate"), kernel, groups=3)
     red, green, blue = smooth.unbind(1)
     darkest = torch.minimum(torch.minimum(red, green), blue)
     chroma = torch.maximum(torch.maximum(red, green), blue) - darkest
-    axes, least_chroma, label = _hues()
-    labels = torch.zeros(chroma.shape, dtype=torch.uint8)
+    axes, least_chroma, label = (table.to(images.device) for table in _hues())
+    labels = torch.zeros_like(chroma, dtype=torch.uint8)
     colored = chroma > least_chroma.min()  # the others need no hue
     x, y = _hue_vector(torch.stack([red[colored], green[colored], blue[colored]]))
     best = (axes[:, :1] * x + axes[:, 1:] * y).argmax(0)
     labels[colored] = torch.where(chroma[colored] > least_chroma[best], label[best], 0)
     labels[(darkest > _WHITE_FLOOR) & (chroma < 60.0)] = COLORS.index("white") + 1
-    return majority(labels.numpy())
+    return majority(labels.cpu().numpy())
 
 
 _VOTE = np.array([0, *(1 << 8 * i for i in range(len(COLORS)))], dtype=np.int64)
@@ -123,11 +125,9 @@ def majority(labels: np.ndarray) -> np.ndarray:
 class _Bank:
     """K ideal shapes after the detector's own steps, so that its erosion of thin parts cancels out."""
 
-    masks: np.ndarray  # [K, 24·24] float32, each mask scaled to its bounding box
-    area: np.ndarray  # [K], sum of each mask
+    masks: Tensor  # [K, 24·24] float32, each mask scaled to its bounding box
     shape: np.ndarray  # [K], positions in SHAPES
-    height: np.ndarray  # [K] float32, pixels of the detected bounding box
-    width: np.ndarray
+    extent: Tensor  # [K, 2] float32, height and width of the detected bounding box in pixels
     radius: np.ndarray
     """[K, 2], (slope, intercept) of the drawn radius against √(detected area), equal for all of a shape."""
     offset: np.ndarray  # [K, 2], drawn centre (x, y) minus the centre of the detected box
@@ -150,27 +150,25 @@ def _bank() -> _Bank:
         lines.append(np.polyfit(roots[mine], [drawn[i][1] for i in mine], 1))
     shape = np.array([SHAPES.index(name) for name, _, _ in drawn])
     return _Bank(
-        masks=masks,
-        area=masks.sum(1),
+        masks=torch.from_numpy(masks),
         shape=shape,
-        height=(components.bottom - components.top).astype(np.float32),
-        width=(components.right - components.left).astype(np.float32),
+        extent=_extent(components),
         radius=np.array(lines)[shape],
         offset=centre[:, None] - components.centres(),
     )
 
 
-def _objects(labels: np.ndarray) -> list[list[Detection]]:
+def _objects(labels: np.ndarray, device: torch.device) -> list[list[Detection]]:
     """Match each component of label maps [B, 64, 64] with the best-overlapping ideal shape of its size."""
     bank, components = _bank(), find_components(labels, MIN_AREA)
-    masks = components.masks(_TEMPLATE)
-    intersection = masks @ bank.masks.T
-    overlap = intersection / (bank.area + masks.sum(1, keepdims=True) - intersection)
-    misfit = np.abs(bank.height / _column(components.bottom - components.top) - 1.0)
-    misfit += np.abs(bank.width / _column(components.right - components.left) - 1.0)
-    best = (overlap - 0.3 * misfit).argmax(1)
-    rows = np.arange(len(best))
-    overlap, misfit = overlap[rows, best], misfit[rows, best]
+    masks = torch.from_numpy(components.masks(_TEMPLATE)).to(device)
+    ideal, extent, own_extent = (table.to(device) for table in (bank.masks, bank.extent, _extent(components)))
+    intersection = masks @ ideal.T  # exact: whole numbers
+    overlap = intersection / (ideal.sum(1) + masks.sum(1, keepdim=True) - intersection)
+    misfit = (extent / own_extent[:, None] - 1.0).abs().sum(2)
+    best = (overlap - 0.3 * misfit).argmax(1, keepdim=True)
+    overlap, misfit = (table.gather(1, best)[:, 0].cpu().numpy() for table in (overlap, misfit))
+    best = best[:, 0].cpu().numpy()
     plausible = (overlap >= MIN_OVERLAP) & (misfit <= MAX_MISFIT)
     slope, intercept = bank.radius[best].T
     columns = [
@@ -189,5 +187,6 @@ def _objects(labels: np.ndarray) -> list[list[Detection]]:
     return detections
 
 
-def _column(sizes: np.ndarray) -> np.ndarray:
-    return sizes.astype(np.float32)[:, None]
+def _extent(components: Components) -> Tensor:
+    sides = np.stack([components.bottom - components.top, components.right - components.left], 1)
+    return torch.from_numpy(sides).float()

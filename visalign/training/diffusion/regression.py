@@ -29,7 +29,7 @@ from visalign.core.groups.labels import group_index
 from visalign.core.regression.rows import GUIDANCE, MATRIX_SIGNALS, REGRESSIONS, PairOutput, Regression
 from visalign.core.regression.signals import best_worst_pairs, level_position
 from visalign.core.surrogates.kl import velocity_kl
-from visalign.flow.noise import initial_noise
+from visalign.flow.noise import initial_noise, queue_copy
 from visalign.flow.rollout import velocity_of
 from visalign.seeds import sample_seed
 from visalign.training.loop.algorithm import Collected, Context
@@ -287,7 +287,7 @@ class VelocityRegression(ImageAlgorithm):
         row, sample = experience.row, torch.cat([unit for unit, _ in batch])
         level = torch.cat([torch.full((len(unit),), number) for unit, number in batch])
         lengths = [len(unit) for unit, _ in batch]
-        share = torch.cat([torch.full((n,), 1 / n) for n in lengths]).to(self.policy.device)
+        share = queue_copy(torch.cat([torch.full((n,), 1 / n) for n in lengths]), self.policy.device)
         if len(sample) <= size:
             with no_sync_unless_last(self.module, self.accelerator, last=last):
                 outputs = self._outputs(experience, step, sample, level)
@@ -387,10 +387,10 @@ class VelocityRegression(ImageAlgorithm):
         else:
             seeds = [sample_seed(self.seed, "target noise", label, number, *draw) for label, number in keys]
         latents = images.trajectory.latents
-        stored = latents[sample.to(latents.device)]
+        stored = latents[queue_copy(sample, latents.device)]
         x0 = stored.to(torch.promote_types(stored.dtype, torch.float32))
-        noise = initial_noise(seeds, self.policy.latent_shape).to(x0)
-        sigma, time = sigma.to(x0.device), time.to(x0.device)
+        noise = queue_copy(initial_noise(seeds, self.policy.latent_shape), x0.device).to(x0.dtype)
+        sigma, time = queue_copy(sigma, x0.device), queue_copy(time, x0.device)
         s = sigma.to(x0.dtype).reshape(-1, *[1] * (x0.ndim - 1))
         # x_σ = (1 − σ) x0 + σ ε
         return ((1 - s) * x0 + s * noise).to(stored.dtype), noise - x0, sigma.to(x0.dtype), time
