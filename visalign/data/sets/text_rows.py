@@ -43,6 +43,13 @@ def split_pair(row: Row) -> Row:
 def pair_answers(number: int, row: Row) -> list[Row]:
     """Pair each right with each wrong answer of a row of RewardBench 2 (lists of texts); another row stays one."""
     right, wrong = (row.get(name) for name in PAIR)
+    for ours, other in (PAIR, PAIR[::-1]):
+        answers = row.get(ours) if isinstance(row.get(other), str) else None
+        if isinstance(answers, list) and answers and all(isinstance(answer, str) for answer in answers):
+            raise UserError(
+                f"Row {number} has a list of answers as {ours} and one text as {other}. Write {other} as a list too, "
+                f"such as [{excerpt(row[other])}]; each in {PAIR[0]} is paired with each in {PAIR[1]}."
+            )
     if not isinstance(right, list) or not isinstance(wrong, list):
         return [row]
     if right and wrong and any(isinstance(answer, Mapping) for answer in (*right, *wrong)):
