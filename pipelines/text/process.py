@@ -22,7 +22,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from visalign.adapters.causal_lm.demonstrations import demonstration_rollout, fitting_demonstrations
-from visalign.adapters.causal_lm.loading import from_pretrained
+from visalign.adapters.causal_lm.loading import context_length, from_pretrained
 from visalign.data.assets import resolve_model
 from visalign.data.sets.columns import rename_columns
 from visalign.data.sets.hub_datasets import find_table
@@ -290,7 +290,7 @@ def plan(config: TextProcessConfig) -> dict[str, Any]:
 
 
 def estimate(config: TextProcessConfig) -> dict[str, Any]:
-    """Extend the plan by memory and hours by device, each text as long as the longest."""
+    """Extend the plan by memory and hours by device, each text as long as the longest that is read."""
     records, _ = read_steps(config)
     if config.learns == "implicit":
         folder, dtype = str(resolve_model(config.model.path)), getattr(torch, config.model.dtype)
@@ -299,10 +299,15 @@ def estimate(config: TextProcessConfig) -> dict[str, Any]:
         tokenizer = from_pretrained(AutoTokenizer, folder)
         prompts = prompt_encoder(TextModelConfig(path=folder), tokenizer).encode([row["prompt"] for _, row in records])
         texts = tokenizer([row["completion"] for _, row in records], add_special_tokens=False)["input_ids"]
-        longest = 1 + max(len(prompt) + len(text) for prompt, text in zip(prompts, texts, strict=True))
+        lengths = [1 + len(prompt) + len(text) for prompt, text in zip(prompts, texts, strict=True)]
+        if config.data.too_long == "drop":
+            lengths = [length for length in lengths if length <= (context_length(model) or math.inf)]
     else:
         model, tokenizer = _load(config, hollow=True)
-        longest = max(len(tokens.ids) for tokens, _ in _texts(config, model, tokenizer, records).texts)
-    rows, texts = min(config.data.batch, len(records)), len(records) * config.run.iterations
-    fit = estimate_fit(model, config, rows=rows, longest=longest, texts=texts, frozen=config.model.train == "head")
+        lengths = [len(tokens.ids) for tokens, _ in _texts(config, model, tokenizer, records).texts]
+    if not lengths:
+        raise UserError(f"data.train: each of {len(records)} records is longer than the model reads. Shorten them.")
+    rows, count = min(config.data.batch, len(lengths)), len(lengths) * config.run.iterations
+    frozen = config.model.train == "head"
+    fit = estimate_fit(model, config, rows=rows, longest=max(lengths), texts=count, frozen=frozen)
     return {**plan(config), **fit}

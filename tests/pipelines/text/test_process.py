@@ -306,6 +306,18 @@ def test_other_losses_of_outcomes_learn_too(form: str, inputs: Path, tmp_path: P
         _config(inputs, "learns=labels", "beta=0.5", f"data.train={inputs}/outcomes.jsonl")
 
 
+def test_a_plan_leaves_dropped_records_out(inputs: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "q" * length, "completion": "a", "reward": 1.0} for length in (8, 9, 60)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "long.jsonl").write_text(json.dumps(rows[-1]))
+    for more in (["learns=implicit"], []):
+        options = [*more, "data.too_long=drop", "data.heldout=0"]
+        read = estimate(_config(inputs, *options, f"data.train={tmp_path}/rows.jsonl"))["model"]["longest_text"]
+        assert 10 < read <= 48
+        with pytest.raises(UserError, match="each of 1 records is longer than the model reads"):
+            estimate(_config(inputs, *options, f"data.train={tmp_path}/long.jsonl"))
+
+
 def test_long_records_with_labels_are_cut(inputs: Path, tmp_path: Path) -> None:
     rows = [{"prompt": f"{n}q" * 30, "steps": ["a", "b"], "labels": [1, 0]} for n in range(4)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
