@@ -167,6 +167,7 @@ def _train(
 def init(
     model: Annotated[str, Argument(help="Model: a folder of diffusers or transformers, a hub id, a packaged name.")],
     images: Annotated[str | None, Option(help="Images with captions, to fine-tune on instead of a reward.")] = None,
+    prompts: Annotated[str | None, Option(help="Prompts of an image model's samples. Default: packaged.")] = None,
     memory: Annotated[
         float | None, Option(help="Memory of the device in GB. Default: this GPU's, else 24.", min=0.1, max=1e6)
     ] = None,
@@ -180,7 +181,7 @@ def init(
 
     new_file(None if overwrite and not output.is_dir() else output, endings=(".yaml",))
     with clean_output():
-        text = draft_config(model, images=images, memory=memory)
+        text = draft_config(model, images=images, prompts=prompts, memory=memory)
     write_atomic(output, text)
     echo("\n".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#")))
     echo(f"{output}: change it, then visalign plan {output}; visalign train {output}.")

@@ -62,6 +62,19 @@ def test_the_batch_fits_the_memory_or_the_file_says_that_none_does(monkeypatch):
         assert ("does not fit" in text) == (memory == 8)
 
 
+def test_batches_that_a_plan_says_will_not_fit_are_not_planned(monkeypatch):
+    tried = list[int]()
+
+    def planned(path: str) -> Any:
+        size = yaml.safe_load(Path(path).read_text())["optimizer"]["micro_batch"]
+        memory = {"in_all": 2.0 * size + 10, "activations_of_a_micro_batch": 2.0 * size}
+        return SimpleNamespace(config=tried.append(size), estimate=lambda config: {"memory_in_GB": memory})
+
+    monkeypatch.setattr("visalign.pipelines.start.load_job", planned)
+    assert yaml.safe_load(draft_config("shapes-sd3", memory=25))["optimizer"]["micro_batch"] == 4
+    assert tried == [16, 4]  # and not 8, which 16 says to be too large
+
+
 @pytest.mark.parametrize(
     ("files", "arguments", "message"),
     [
@@ -69,6 +82,12 @@ def test_the_batch_fits_the_memory_or_the_file_says_that_none_does(monkeypatch):
         ({}, (), r"it has nothing"),
         ({"config.json": {"model_type": "t5", "architectures": ["T5Model"]}}, (), r"is a t5 (T5Model), and no job"),
         ({"model_index.json": {"_class_name": "OtherPipeline"}}, (), r"is a OtherPipeline, which is of no family"),
+        ({"model_index.json": {"_class_name": "QwenImageEditPipeline"}}, (), r"Give --prompts with a .jsonl file"),
+        (
+            {"model_index.json": {"_class_name": "FluxPipeline"}},
+            ("--images", "x", "--prompts", "x"),
+            r"one of the two",
+        ),
         ({"config.json": {"model_type": "qwen3"}}, ("--images", "x"), r"Leave --images out"),
         ({"config.json": "{"}, (), r"is not JSON"),
     ],

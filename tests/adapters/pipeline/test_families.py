@@ -299,3 +299,9 @@ def test_another_size_is_as_if_built_with_it(name):
     policy.image_size = own
     assert policy.latent_shape == kept
     assert all(torch.equal(one, other) for one, other in zip(before, said(policy), strict=True))
+
+
+def test_a_size_beyond_the_rotary_table_of_wan_is_refused() -> None:
+    pipe, options = tiny_pipeline("wan")
+    with pytest.raises(UserError, match=r"image_size is 16 x 1024 pixels, and the rotary table .* ends at 512 a side"):
+        PipelinePolicy(pipe, **options | {"image_size": (16, 1024)})

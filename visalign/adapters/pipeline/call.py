@@ -82,6 +82,13 @@ class PipelineCall:
         self._null: Encoded = {}
         self.nothing: Encoded = positive(self.encode("", guided=self.guided, source=self._blank))
         """The empty prompt, for calls whose prompt does not matter."""
+        config = next(iter(self.networks.values())).config
+        if (most := 2 * config.get("rope_max_seq_len", 2**30)) < max(self.latent_shape[-2:]):  # Wan's, in patches
+            scale = self.pipe.vae_scale_factor_spatial
+            raise UserError(
+                f"image_size is {' x '.join(str(n * scale) for n in self.latent_shape[-2:])} pixels, and the rotary "
+                f"table of this {type(self.pipe).__name__} ends at {most * scale} a side. Set model.image_size."
+            )
 
     @torch.no_grad()
     def resize(self, image_size: int | tuple[int, int] | None) -> None:
@@ -108,7 +115,7 @@ class PipelineCall:
         self._returned.clear()
         image_input = {} if source is None else {"image": source}
         inputs: dict[str, Any] = {"prompt": [prompt], **image_input, **self._scale(guided)}
-        if "negative_prompt" in self._arguments and self.negative_prompt is not None:
+        if guided and "negative_prompt" in self._arguments and self.negative_prompt is not None:
             inputs["negative_prompt"] = [self.negative_prompt]
         try:
             with self.encoding():
@@ -192,8 +199,8 @@ class PipelineCall:
             self._source.used, image_input = 0, {"image": self._source.image}
         arguments = {**self.fixed, **inputs, **image_input, "num_inference_steps": steps, "output_type": output_type}
         try:
-            # Qwen-Image warns at every call of what its own encoder left out
-            with nullcontext() if latents is None else silent(self.pipe), self._lookups.cached():
+            # Qwen-Image warns at every call of what its own encoder left out; encoders warn of a cut prompt
+            with nullcontext() if "prompt" in inputs else silent(self.pipe), self._lookups.cached():
                 draw = torch.Generator().manual_seed(0)
                 return self._call(self.pipe, **arguments, generator=draw, return_dict=False)[0]
         finally:
