@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from visalign.config import PIPELINE_KEY, load_config, read_config, resolve_config
-from visalign.errors import ConfigError, suggestion
+from visalign.errors import ConfigError, UserError, suggestion
 
 from .shared.learning_rate import FIND, KEY, plan_search, run_with_found_rate, split_search
 
@@ -71,3 +72,15 @@ def load_job(name_or_path: str, overrides: Sequence[str] = (), *, pipelines: Seq
         run = partial(run_with_found_rate, run=run)
         plans = {name: partial(plan_search, plan=plan) for name, plan in plans.items()}
     return Job(config=config, run=run, **plans)
+
+
+def until_images(job: Job, images: int) -> Job:
+    """Return the job with as many iterations as draw `images` images."""
+    from visalign.training.diffusion.rollout_settings import RolloutSettings
+
+    rollout = getattr(job.config, "rollout", None)
+    if not isinstance(rollout, RolloutSettings):
+        draws_none = f"--images counts the images that a run draws, and {job.config.pipeline} draws none."
+        raise UserError(f"{draws_none} Set run.iterations.")
+    iterations = math.ceil(images / (rollout.prompts_per_iteration * rollout.group_size))
+    return replace(job, config=replace(job.config, run=replace(job.config.run, iterations=iterations)))

@@ -187,23 +187,31 @@ def init(
     echo(f"{output}: change it, then visalign plan {output}; visalign train {output}.")
 
 
-@command(TRAIN, "plan sd35_flow_grpo rollout.group_size=16")
+@command(TRAIN, "plan sd35_flow_grpo rollout.group_size=16 --images 100000")
 def plan(
     config: Config = None,
     overrides: Overrides = None,
     processes: Annotated[
         int | None, Option(min=1, max=MOST_COUNTED, help="Number of devices; memory is reported per device.")
     ] = None,
+    images: Annotated[
+        int | None, Option(min=1, help="Plan as many iterations as draw this many images, in place of run.iterations.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Estimate a run without loading its model: memory, forward-equivalents, hours by device."""
+    """Estimate a run without loading its model: memory, forward-equivalents, hours by device.
+
+    Hours are from shares of a device's peak that were measured; the plan says which.
+    """
     if processes is not None:
         os.environ["WORLD_SIZE"] = str(processes)  # as torchrun says it
-    from visalign.pipelines.jobs import load_job
+    from visalign.pipelines.jobs import load_job, until_images
 
     from .show import show_plan
 
     job = load_job(*config_and_overrides(config, overrides))
+    if images is not None:
+        job = until_images(job, images)
     with clean_output():
         estimate = job.estimate(job.config)
     print_result(estimate, show_plan, as_json)

@@ -18,10 +18,14 @@ from visalign.training.loop.adamw_8bit import moment_bytes
 from visalign.training.loop.optimizer import AdamWSettings
 
 GB = 1e9
-PEAK_SHARE = 0.215
-"""Share of the peak that whole iterations of Flow-GRPO reached eagerly on one H200 (SD3.5-medium, batch 16)."""
-COMPILED_SHARE = 0.36
-"""The same with compiled blocks: .42 for Flow-GRPO, .36 with a window of steps, .33 for DiffusionNFT."""
+PEAK_SHARES = {
+    "eager": 0.20,
+    "compiled blocks, steps replayed": 0.42,
+    "compiled blocks, a window of steps replayed": 0.36,
+    "compiled blocks, regression": 0.33,
+}
+"""Kind of an iteration -> share of the peak that it reached on one H200 (SD3.5-medium, 512², batch 16), as
+docs/evidence/gpu.md has it."""
 
 
 class Device(NamedTuple):
@@ -113,14 +117,14 @@ def per_device(
     not_counted: str,
     spare: float = 0.0,
     details: Mapping[str, float] | None = None,
-    peak_share: float = PEAK_SHARE,
+    kind: str = "eager",
 ) -> dict[str, Any]:
     """Compute a plan's groups of memory and of hours of all `operations` on one device of each kind.
 
     `memory` are GB of the parts of a run in one process without rewards, `network` those of the trained network,
-    `details` parts of others; `spare` GB are free while sampling.
+    `details` parts of others; `spare` GB are free while sampling. `kind` is one of `PEAK_SHARES`.
     """
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world, peak_share = int(os.environ.get("WORLD_SIZE", "1")), PEAK_SHARES[kind]
     parts = on_each_device(memory, network, world=world, sharding=sharding, spare=spare)
     judges, later = judge_bytes(rewards)
     parts["judges"] = judges / GB
@@ -129,8 +133,8 @@ def per_device(
     for name, device in DEVICES.items():
         if in_all > device.memory:
             hours[name] = f"{hours[name]:.3g}, but {in_all:.0f} GB do not fit {device.memory:.0f} GB"
-    basis = f"{peak_share:.1%} of the data sheet's dense bfloat16 peak, as measured on one H200 with"
-    hours["basis"] = f"{basis} SD3.5-medium at batch 16; rewards are not counted"
+    basis = f"{peak_share:.0%} of the data sheet's dense bfloat16 peak, as measured on one H200 with"
+    hours["basis"] = f"{basis} SD3.5-medium at batch 16 ({kind}); rewards are not counted"
     memory_groups = {**parts, **(details or {}), "not_counted": ", ".join([not_counted, *later])}
     return {"memory_in_GB": memory_groups, "hours": hours}
 

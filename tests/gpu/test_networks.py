@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Networks on a GPU: the replay is the rollout, eager and compiled; a compiled run compiles nothing twice."""
+"""Networks on a GPU: replay is rollout, at any batch size; nothing compiles twice; diffusers loads the LoRA."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import StableDiffusion3Pipeline
 
 from tests.support.models.pipelines import tiny_folder, tiny_pipeline
 from visalign.adapters import LoraSettings, load_policy
@@ -105,3 +106,29 @@ def test_a_second_pass_compiles_nothing_and_no_block_runs_eagerly(tmp_path: Path
         with torch.compiler.set_stance("fail_on_recompile"):  # raises where a pass needs another graph
             passes()
     assert not policy.module.__dict__["compiled_blocks"]._eager
+
+
+def test_several_batch_sizes_give_one_rollout(tmp_path: Path):
+    policy = policy_of("shapes-sd3", torch.float32, tmp_path)
+    condition = policy.encode([f"{n} red circles" for n in range(8)])
+    options: Any = {"sigmas": policy.sigmas(4), "sde_steps": range(3), "seeds": range(8)}
+    whole, *parts = (rollout(policy, condition, **options, batch_size=size) for size in (8, 3, 1))
+    for part in parts:
+        torch.testing.assert_close(part.latents, whole.latents, rtol=0, atol=1e-3)
+        torch.testing.assert_close(part.log_prob, whole.log_prob, rtol=0, atol=1e-3)
+
+
+def test_a_saved_lora_gives_the_same_images_in_a_fresh_pipeline(tmp_path: Path):
+    policy = policy_of("shapes-sd3", torch.float32, tmp_path)
+    policy.save(tmp_path / "lora")
+    noise = torch.randn(2, *policy.latent_shape, device=DEVICE)
+    prompts = ["a red circle", "two squares"]
+    condition = policy.encode(prompts)
+    images = policy.decode(rollout(policy, condition, sigmas=policy.sigmas(4), noise=noise).latents)
+    with policy.reference():
+        base = policy.decode(rollout(policy, condition, sigmas=policy.sigmas(4), noise=noise).latents)
+    pipe: Any = StableDiffusion3Pipeline.from_pretrained(resolve_model("shapes-sd3")).to(DEVICE)
+    pipe.load_lora_weights(tmp_path / "lora")
+    options: Any = {"num_inference_steps": 4, "guidance_scale": 1.0, "output_type": "pt"}
+    torch.testing.assert_close(pipe(prompts, latents=noise, **options).images, images, rtol=0, atol=2e-3)
+    assert float((base - images).abs().max()) > 0.02

@@ -14,6 +14,7 @@ from transformers import CLIPTextConfig, CLIPTextModelWithProjection, T5Config, 
 p = argparse.ArgumentParser()
 p.add_argument("out")
 p.add_argument("--tiny", action="store_true")
+p.add_argument("--layers", type=int, default=24, help="blocks of the transformer")
 p.add_argument("--source", default="assets/shapes-sd3")
 a = p.parse_args()
 out = Path(a.out)
@@ -43,7 +44,7 @@ tr = dict(
     sample_size=128,
     patch_size=2,
     in_channels=16,
-    num_layers=2 if small else 24,
+    num_layers=2 if small else a.layers,
     attention_head_dim=64,
     num_attention_heads=4 if small else 24,
     joint_attention_dim=4096,
@@ -51,7 +52,7 @@ tr = dict(
     pooled_projection_dim=2048,
     out_channels=16,
     pos_embed_max_size=384,
-    dual_attention_layers=tuple(range(1 if small else 13)),
+    dual_attention_layers=tuple(range(1 if small else min(a.layers, 13))),
     qk_norm="rms_norm",
 )
 m = build(SD3Transformer2DModel, tr)

@@ -222,9 +222,19 @@ def test_the_plan_of_several_processes_says_what_each_holds(folders, monkeypatch
     assert found["fsdp2"]["adamw_moments"] == found["ddp"]["adamw_moments"] / 2
     assert found["fsdp2"]["vae, float32"] == found["ddp"]["vae, float32"]
     assert found["ddp"]["gradients_exchanged"] == found["ddp"]["gradients"]
-    command = ["plan", "shapes_flow_grpo", "--processes", "3", "--json"]
+    command = ["plan", "shapes_flow_grpo", "--processes", "3", "--images", "1000", "--json"]
     said = json.loads(CliRunner().invoke(app, command).stdout)
+    assert said["batch"]["images"] == 4 * 288 and "20% of" in said["hours"]["basis"]
+    refused = CliRunner().invoke(app, ["plan", "text_dpo", "--images", "1000"])
+    assert refused.exit_code == 2 and "text_dpo draws none" in refused.output
     assert said["batch"]["processes"] == 3 and "gradients_exchanged" in said["memory_in_GB"]
+
+
+def test_compiled_iterations_have_the_measured_share_of_their_kind(folders, monkeypatch):
+    monkeypatch.setattr("visalign.pipelines.flow_grpo.plan.COMPILED_FROM", 1)
+    for change, share in (("seed=0", "42%"), ("rollout.sde_window=1", "36%"), ("objective.algorithm=awm", "33%")):
+        assert share in estimate(configured(folders, "sd3", change))["hours"]["basis"]
+    assert "20%" in estimate(configured(folders, "sd3", "model.compile=false"))["hours"]["basis"]
 
 
 def test_no_weight_is_read(folders, tmp_path):
@@ -240,7 +250,7 @@ def test_no_weight_is_read(folders, tmp_path):
     assert planned["forward_equivalents"]["of_the_run"] == pytest.approx(
         planned["cost"]["forward_equivalents_per_image"] * 288 * planned["batch"]["iterations"]
     )
-    assert planned["hours"]["H100 SXM"] > 0 and "21.5%" in planned["hours"]["basis"]
+    assert planned["hours"]["H100 SXM"] > 0 and "(eager)" in planned["hours"]["basis"]
     assert "the network of clip_score" in planned["memory_in_GB"]["not_counted"]
 
 
