@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,13 +154,13 @@ def test_the_whole_loss_falls(monkeypatch: pytest.MonkeyPatch) -> None:
     learner = Learner(new_judge())
     optimizer = torch.optim.AdamW(learner.parameters(), lr=2e-3)
     losses = []
-    for _ in range(12):
+    for _ in range(6):
         loss = question_loss(learner, TOKENIZER, WORLD, 0, 4, 4)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    assert losses[-1] < 0.6 * losses[0]
+    assert losses[-1] < 0.8 * losses[0]
 
 
 def test_solution_labels_are_the_next_tokens_and_a_packed_example_sees_itself_alone() -> None:
@@ -198,7 +199,7 @@ def test_a_small_build_runs_from_end_to_end_and_its_models_load(
 ) -> None:
     from diffusers import StableDiffusion3Pipeline, StableDiffusionPipeline
 
-    from assets.build import autoencoder, clip, generator, unet
+    from assets.build import autoencoder, clip, generator, judge, language, unet
     from visalign.rewards.clip.open_clip_folder import load_open_clip
 
     monkeypatch.setattr(generator, "POOL", 64)
@@ -209,8 +210,12 @@ def test_a_small_build_runs_from_end_to_end_and_its_models_load(
     monkeypatch.setattr(clip, "retrieval", lambda model, **options: {"image_to_text": 0.5})
     shares = dict.fromkeys(("all", *CATEGORIES), 0.5)
     monkeypatch.setattr(generator, "pipeline_accuracy", lambda pipe, scale, **options: shares)
-    steps = {f"{stage}_steps": 2 for stage in ("autoencoder", "generator", "unet", "clip", "clip_ground")}
-    steps |= {f"{stage}_steps": 2 for stage in ("language", "judge_vision", "judge", "judge_ground", "heie")}
+    monkeypatch.setattr(language, "ANSWER_TOKENS", 2)
+    accuracy = judge.answer_accuracy
+    monkeypatch.setattr(judge, "answer_accuracy", lambda engine, **_: accuracy(engine, images=4, pairs=4))
+    monkeypatch.setattr(torch.optim, "Muon", partial(torch.optim.Muon, ns_steps=1))  # five take a third of the time
+    steps = {f"{stage}_steps": 1 for stage in ("autoencoder", "generator", "unet", "clip", "clip_ground")}
+    steps |= {f"{stage}_steps": 1 for stage in ("language", "judge_vision", "judge", "judge_ground", "heie")}
     batches = {f"{stage}_batch": 4 for stage in ("autoencoder", "generator", "unet", "language", "judge")}
     sizes = {"clip_batch": 8, "language_per_task": 1, "judge_check": 4, "heie_images": 8, "heie_check": 12}
     build(tmp_path, list(STAGES), Plan(**steps, **batches, **sizes))
@@ -224,10 +229,10 @@ def test_a_small_build_runs_from_end_to_end_and_its_models_load(
     assert unet_pipe.scheduler.config.prediction_type == "epsilon" and unet_pipe.safety_checker is None
     assert unet_pipe.vae.config.shift_factor is None and pipe.vae.config.shift_factor is not None
     assert load_open_clip(tmp_path / "shapes-clip")[0].logit_scale.isfinite()
-    judge: Any = AutoModelForImageTextToText.from_pretrained(tmp_path / "shapes-vlm")
-    assert judge.config.model_type == "qwen2_vl" and judge.dtype == torch.float16
-    language: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "tasks-qwen3")
-    assert language.dtype == torch.float32 and language.generation_config.top_k == 0
+    seeing: Any = AutoModelForImageTextToText.from_pretrained(tmp_path / "shapes-vlm")
+    assert seeing.config.model_type == "qwen2_vl" and seeing.dtype == torch.float16
+    writing: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "tasks-qwen3")
+    assert writing.dtype == torch.float32 and writing.generation_config.top_k == 0
     base = json.loads((tmp_path / "shapes-heie" / "judge.json").read_text(encoding="utf-8"))["base"]
     assert base == "../shapes-vlm"
     assert "_name_or_path" not in (tmp_path / "shapes-sd3" / "vae" / "config.json").read_text()

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tests.support.forks import Fork, visalign
 from visalign.locks import LOCK, FolderInUseError, check_unlocked, hold_lock
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.score.log import ScoreLog
@@ -135,27 +136,23 @@ def test_sigterm_saves_a_run_and_a_second_run_in_its_folder_is_refused(tmp_path:
         "run.checkpoint_every=100000",
     )
     folder = tmp_path / "run"
-    command = [sys.executable, "-m", "visalign", "train", "text_grpo", *small, "-o", str(folder)]
-    words = tmp_path / "words.txt"
-    with words.open("w") as file:
-        first = subprocess.Popen(command, stderr=file, stdout=file, cwd=ROOT)
+    command = ["train", "text_grpo", *small, "-o", str(folder)]
+    first = Fork(visalign, *command)
     try:
         end = time.monotonic() + 120
         metrics = folder / "metrics.jsonl"
         while not (metrics.is_file() and metrics.stat().st_size):
-            assert time.monotonic() < end and first.poll() is None, words.read_text()
+            assert time.monotonic() < end and first.process.is_alive(), first.output.read_text()
             time.sleep(0.1)
-        second = CliRunner().invoke(app, [*command[3:], "--resume"], env={"COLUMNS": "1000"})
+        second = CliRunner().invoke(app, [*command, "--resume"], env={"COLUMNS": "1000"})
         assert second.exit_code == 2
         assert f"is in use by process {first.pid} on" in second.output and "text_grpo" in second.output
         assert not list(folder.glob("checkpoints/step_*"))
-        first.send_signal(signal.SIGTERM)
-        first.wait(timeout=120)
+        first.process.terminate()
+        code, said = first.wait(120)
     finally:
-        first.kill()
-        first.wait()
-    said = words.read_text()
-    assert first.returncode == 143, said
+        first.process.kill()
+    assert code == 143, said
     assert "SIGTERM: finishing this iteration and saving it" in said
     assert "Stopped by SIGTERM. Continue with:" in said and said.rstrip().endswith("--resume")
     assert len(list(folder.glob("checkpoints/step_*"))) == 1 and not (folder / LOCK).exists()

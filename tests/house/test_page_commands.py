@@ -21,6 +21,7 @@ from visalign.data.shapes.render import render
 from visalign.data.shapes.scenes import sample_scene
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.collect import server
+from visalign.pipelines.shared import learning_rate
 
 LEFT = {
     "FOLDER": "a model of the reader's",
@@ -140,6 +141,7 @@ def write_lines(name: str, records: Sequence[Mapping[str, object]]) -> None:
 @pytest.mark.parametrize("page", list(to_run()), ids=lambda page: page.name)
 def test_the_commands_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(learning_rate, "FACTORS", (1.0, 3.0))
     monkeypatch.setattr(server, "serve_votes", lambda store, **given: None)  # it waits for people
     lay_out(to_run()[page])
     names: dict[str, object] = {"__name__": "page"}

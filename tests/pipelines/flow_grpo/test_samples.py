@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -19,6 +17,7 @@ from accelerate.tracking import GeneralTracker
 from PIL import Image
 from safetensors.torch import load_file
 
+from tests.support.forks import in_fork
 from tests.support.models.sd3 import tiny_sd3_pipeline
 from tests.support.training.processes import in_forks
 from visalign.config import load_config
@@ -26,7 +25,6 @@ from visalign.evaluation import load_heldout
 from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, run
 from visalign.pipelines.shared.grids import FOLDER, SampleGrids
 
-ROOT = Path(__file__).resolve().parents[3]
 PROMPTS = ["a red circle", "two circles", "a blue square", "a cross", "three green squares"]
 CHANGES = (
     "model.lora.rank=4",
@@ -106,20 +104,16 @@ def test_trackers_that_take_images_get_them(finished, tmp_path):
     assert [number for number, _ in grids.files()] == [0, 5]
 
 
-def in_two(output: str, changes: list[str]) -> None:
-    """The run in two forks of this process, which import once."""
+def in_two(output: Path, changes: list[str]) -> None:
+    """The run in two processes."""
     config = load_config(FlowGRPOConfig, None, changes)
-    if not in_forks(Path(output).parent / "forks", 2, partial(run, config, Path(output))):
+    if not in_forks(output.parent / "forks", 2, partial(run, config, output)):
         sys.exit("a process ended badly")
 
 
 @pytest.mark.slow
 def test_two_processes_that_divide_the_model_evaluate_and_save_as_one(finished, changes, tmp_path):
-    given = (str(tmp_path / "two"), [*changes, "run.sharding=true"])
-    command = [sys.executable, "-c", f"from {__name__} import in_two; in_two(*{given!r})"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    in_fork(in_two, tmp_path / "two", [*changes, "run.sharding=true"])
     for name in ("before", "after"):
         one, two = (load_heldout(folder / f"{name}.npz") for folder in (finished, tmp_path / "two"))
         assert one.prompts == two.prompts and one.seeds.tolist() == two.seeds.tolist()

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -15,9 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.forks import in_fork
 from tests.support.models.vision_language import save_tiny_seeing_model
 from tests.support.training.metric_families import without_times
-from tests.support.training.processes import ROOT, in_forks
+from tests.support.training.processes import in_forks
 from visalign.config import load_config
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.train_reward.job import TrainRewardConfig, run
@@ -53,21 +52,11 @@ def _command(arguments: list[str]) -> None:
     sys.stdout.flush()  # a fork ends without it
 
 
-def in_two(folder: str, arguments: list[str]) -> None:
-    """The command in two forks of this process, which import once."""
-    if not in_forks(Path(folder), 2, partial(_command, arguments)):
+def in_two(config: Path, overrides: list[str], output: Path) -> None:
+    """The command in two processes."""
+    arguments = ["train-reward", str(config), *overrides, "--output", str(output)]
+    if not in_forks(output.parent / "forks", 2, partial(_command, arguments)):
         sys.exit("a process ended badly")
-
-
-def _in_two(config: Path, overrides: list[str], output: Path) -> str:
-    """What two processes of the command print."""
-    given = str(output.parent / "forks"), ["train-reward", str(config), *overrides, "--output", str(output)]
-    code = f"from {__name__} import in_two; in_two(*{given!r})"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    start = [sys.executable, "-c", code]
-    done = subprocess.run(start, capture_output=True, text=True, env=environment, timeout=500, cwd=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def assert_close(found: Any, expected: Any) -> None:
@@ -85,7 +74,7 @@ def test_two_processes_are_one_run_and_go_on_as_one(tmp_path):
     config = tmp_path / "job.yaml"
     config.write_text("pipeline: train_reward\n")
     whole = run(load_config(TrainRewardConfig, config, _overrides(settings, 3)), tmp_path / "one")
-    said = _in_two(config, _overrides(settings, 2), tmp_path / "two")
+    said = in_fork(in_two, config, _overrides(settings, 2), tmp_path / "two")
     assert said.count("iteration 1/2") == said.count("iteration 2/2") == 1
     assert said.count("Measuring on 7 held-out examples") == said.count("Done") == 1
     folder = tmp_path / "two"

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -14,8 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.forks import in_fork
 from tests.support.training.metric_families import without_times
-from tests.support.training.processes import ROOT, in_forks
+from tests.support.training.processes import in_forks
 from visalign.errors import UserError
 from visalign.pipelines.train_reward import judges
 from visalign.pipelines.train_reward.job import build_judge, run
@@ -39,9 +39,9 @@ def _train(models: Path, root: Path, sharding: bool) -> None:
     run(_config(models, *JUDGE, data={"batch": 5}, optimizer=optimizer, run=run_settings), root)
 
 
-def in_two(models: str, folder: str) -> None:
+def in_two(models: Path, folder: Path) -> None:
     """`_train` in two processes that divide the model."""
-    if not in_forks(Path(folder), 2, partial(_train, Path(models), Path(folder) / "run", True)):
+    if not in_forks(folder, 2, partial(_train, models, folder / "run", True)):
         sys.exit(f"a process in {folder} ended badly")
 
 
@@ -55,11 +55,8 @@ def test_a_divided_judge_is_the_judge(models, tmp_path, monkeypatch):
     """Of one process (test_processes.py has two): unequal parts, an image that was seen before, dropout."""
     monkeypatch.setattr(judges, "_TOKENS", judges._TOKENS)  # `_train` sets it
     ddp, fsdp = tmp_path / "one", tmp_path / "fsdp" / "run"
-    code = f"from {__name__} import in_two; in_two({str(models)!r}, {str(fsdp.parent)!r})"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=-1, stderr=-2, text=True, cwd=ROOT) as divided_run:
-        _train(models, ddp, False)
-        said, _ = divided_run.communicate(timeout=300)
-    assert divided_run.returncode == 0, said
+    in_fork(in_two, models, fsdp.parent)
+    _train(models, ddp, False)
     assert (fsdp / "checkpoints" / "step_000002" / "sharded").is_dir()
     records = [[_numbers(r) for r in read_metrics(one / "metrics.jsonl")] for one in (ddp, fsdp)]
     assert len(records[0]) == len(records[1]) == 2

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -20,6 +19,7 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 
+from tests.support.forks import Fork, visalign
 from tests.support.servers.rewards import HABITS, LEVELS, Habits, Inline, app_of, serving
 from tests.support.servers.rewards import judge_request as request
 from visalign.interfaces import Scores
@@ -33,7 +33,6 @@ from visalign.rewards.serve.worker import JudgeWorker, WorkerDied, WorkerUnavail
 
 pytest.importorskip("starlette")
 httpx = pytest.importorskip("httpx")
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def post(url: str, asked: JudgeRequest) -> Any:
@@ -260,10 +259,7 @@ def test_ctrl_c_twice_at_the_command_line():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "visalign", "serve-reward", HABITS, "--threads", "1", "--max-batch", "1"]
-    server = subprocess.Popen(
-        [*command, "--port", str(port)], cwd=ROOT, start_new_session=True, stderr=subprocess.PIPE, text=True
-    )
+    server = Fork(visalign, "serve-reward", HABITS, "--threads", "1", "--max-batch", "1", "--port", str(port))
     url = f"http://127.0.0.1:{port}"
     try:
         assert_soon(lambda: _answers(url), 120)
@@ -278,11 +274,10 @@ def test_ctrl_c_twice_at_the_command_line():
             assert not judged.done()
             os.killpg(server.pid, signal.SIGINT)
             assert not judged.result().valid[0], "the second ends the judge"
-            said = server.communicate(timeout=20)[1]
-        assert "Traceback" not in said and time.monotonic() - begun < 20
+            code, said = server.wait(20)
+        assert code is not None and "Traceback" not in said and time.monotonic() - begun < 20
     finally:
-        server.kill()
-        server.wait()
+        server.process.kill()
 
 
 def _answers(url: str) -> bool:

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainings by name, which any number of processes runs: `python -m tests.support.training.processes FOLDER
-COUNT NAME,NAME,...`. Each resumes where it can, and leaves metrics, checkpoints and the gradient of every
-update in FOLDER/NAME.
+"""Trainings by name, which any number of processes runs. Each resumes where it can, and leaves metrics,
+checkpoints and the gradient of every update in FOLDER/NAME.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 import time
 import traceback
@@ -51,7 +49,6 @@ from visalign.training.policy.winners import ReplaySettings
 from visalign.training.process.label_fit import FitSettings, label_trainer
 from visalign.training.process.trainer import train_process_reward
 
-ROOT = Path(__file__).resolve().parents[3]
 UNEVEN = {"prompts_per_iteration": 3, "group_size": 5}
 """Fifteen samples, of which two or four processes have parts of groups."""
 PAUSE = "VISALIGN_TEST_PAUSE"
@@ -334,21 +331,8 @@ def in_forks(folder: Path, processes: int, work: Callable[[], object]) -> bool:
     return all([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0 for pid in started])
 
 
-def start(*runs: tuple[Path, int, Sequence[str]], **environment: str) -> subprocess.Popen[str]:
-    """`forked` with each of the arguments in turn, in a process of its own: one import for all."""
-    words = [word for folder, count, names in runs for word in (str(folder), str(count), ",".join(names))]
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.support.training.processes", *words],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    words = iter(sys.argv[1:])
-    for folder, count, names in zip(words, words, words, strict=True):
-        if not forked(Path(folder), int(count), names.split(",")):
+def run_all(*runs: tuple[Path, int, Sequence[str]]) -> None:
+    """`forked` with each of the arguments in turn."""
+    for folder, count, names in runs:
+        if not forked(folder, count, names):
             sys.exit(f"{count} processes in {folder} ended badly")

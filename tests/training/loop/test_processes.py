@@ -15,9 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.forks import Fork, in_fork
 from tests.support.training.images import outcome, toy_trainer
 from tests.support.training.metric_families import without_times
-from tests.support.training.processes import JOBS, PAUSE, run, start
+from tests.support.training.processes import JOBS, PAUSE, run, run_all
 from tests.support.training.rewards import ToyPairs
 from tests.support.training.text import toy_text_trainer
 from visalign.errors import UserError
@@ -35,10 +36,8 @@ IN_FOUR = ("dapo+dynamic", "flow_grpo", "flow_grpo+dynamic", "judge", "process_r
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with `1`, `2` and `4`, in each the trainings: starting processes costs more than they do."""
     folder = tmp_path_factory.mktemp("processes")
-    started = start((folder / "2", 2, list(JOBS)), (folder / "4", 4, IN_FOUR))
+    in_fork(run_all, (folder / "2", 2, list(JOBS)), (folder / "4", 4, IN_FOUR))
     run(folder / "1", list(JOBS))
-    said, _ = started.communicate(timeout=500)
-    assert started.returncode == 0, said
     return folder
 
 
@@ -72,22 +71,20 @@ def test_the_updates_of_several_processes_are_those_of_one(name: str, world: int
 @pytest.mark.slow
 def test_a_killed_process_ends_the_others_and_any_number_goes_on(runs: Path, tmp_path: Path) -> None:
     """Two of two are bit for bit the run that was not killed; one of two is so up to rounding."""
-    killed = start((tmp_path / "two", 2, ["slow"]), **{PAUSE: "0.4"})
+    killed = Fork(run_all, (tmp_path / "two", 2, ["slow"]), **{PAUSE: "0.4"})
     path, begin = tmp_path / "two" / "slow" / "metrics.jsonl", time.monotonic()
     while len(read_metrics(path)) < 2:
         assert time.monotonic() - begin < 200, "the run wrote no metrics"
         time.sleep(0.02)
     os.kill(int((tmp_path / "two" / "pid.1").read_text()), signal.SIGKILL)
-    said, _ = killed.communicate(timeout=60)
-    assert killed.returncode == 1 and "Another process of this run has ended" in said
+    code, printed = killed.wait(60)
+    assert code == 1 and "Another process of this run has ended" in printed
     folder, passed = checkpoint.newest_intact(tmp_path / "two" / "slow" / "checkpoints")
     assert folder is not None and not passed and int(folder.name[-1]) in (1, 2, 3)
 
     shutil.copytree(tmp_path / "two", tmp_path / "one")
-    started = start((tmp_path / "two", 2, ["slow"]))
+    in_fork(run_all, (tmp_path / "two", 2, ["slow"]))
     run(tmp_path / "one", ["slow"])
-    said, _ = started.communicate(timeout=500)
-    assert started.returncode == 0, said
     assert outcome(tmp_path / "two" / "slow") == outcome(runs / "2" / "slow")
     whole, rest = (
         checkpoint.load(checkpoint.step_folder(folder / "slow" / "checkpoints", 4), {"seed": 0}, free=()).tensors[
@@ -107,10 +104,8 @@ def test_a_sharded_run_goes_on_in_any_number_of_processes(runs: Path, tmp_path: 
     for count, source in (("one", "2"), ("two", "2"), ("whole", "1")):
         shutil.copytree(runs / source / name, tmp_path / count / name)
         shutil.rmtree(checkpoint.step_folder(tmp_path / count / name / "checkpoints", 2))
-    started = start(*((tmp_path / folder, 2, [name]) for folder in ("two", "whole")))
+    in_fork(run_all, *((tmp_path / folder, 2, [name]) for folder in ("two", "whole")))
     run(tmp_path / "one", [name])
-    said, _ = started.communicate(timeout=500)
-    assert started.returncode == 0, said
     assert outcome(tmp_path / "two" / name) == outcome(runs / "2" / name)
     one, whole, kept = (
         checkpoint.load(checkpoint.step_folder(folder / name / "checkpoints", 2), {"seed": 0}).tensors
