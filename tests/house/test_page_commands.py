@@ -37,6 +37,7 @@ LEFT = {
     "video_align": "published weights",
     "-r geneval": "published weights",
     "visalign quickstart": "takes minutes: shapes_flow_grpo, which fine_tune.md runs, on a preset",
+    "rollout.staleness=1": "tests/pipelines/flow_grpo/test_matrix.py",
     "pip install": "installs",
     "-m pytest": "all of this",
     "tests/benchmarks": "takes hours",

@@ -236,7 +236,6 @@ JOBS: dict[str, Callable[[Path, Accelerator], Trainer[Any]]] = {
         f, a, "ppo", objective={"epochs": 2}, rollout={"truncated": "mask", "max_new_tokens": 24}
     ),
     "grpo+tools": tools,
-    "sft": sft,
     "kto": kto,
     "judge": judge,
     "process_reward": process_reward,
@@ -258,7 +257,6 @@ JOBS: dict[str, Callable[[Path, Accelerator], Trainer[Any]]] = {
     "sft+sharded": lambda f, a: sft(f, a, sharding=True),
     "judge+sharded": lambda f, a: judge(f, a, sharding=True),
     "process_reward+sharded": lambda f, a: process_reward(f, a, sharding=True),
-    "diffusion_nft": lambda f, a: images(f, a, "diffusion_nft"),
     "crd": lambda f, a: images(f, a, "crd", rollout=SCOUTED),
     "draft": lambda f, a: images(f, a, "draft"),
     "tdm_r1": lambda f, a: images(f, a, "tdm_r1"),

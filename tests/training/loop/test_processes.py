@@ -28,7 +28,7 @@ from visalign.training.loop import checkpoint, processes
 from visalign.training.loop.processes import ProcessLost, Shares, process_slice, report_lost_process
 from visalign.training.loop.sharding import shard
 
-IN_FOUR = ("dapo+dynamic", "flow_grpo", "flow_grpo+dynamic", "judge", "process_reward+sharded")
+IN_FOUR = ("dapo+dynamic", "flow_grpo+dynamic", "judge", "process_reward+sharded")
 """Few of them in four processes, of which some have nothing to do."""
 
 
