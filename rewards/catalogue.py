@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from visalign import dotted_path
@@ -144,9 +145,12 @@ def load_judge(name: str, *, run_device: str | None = None, **options: Any) -> P
         **options: arguments of the class; for a function those of `FunctionReward` (unit, range, ...).
     """
     judge = _make("reward", name, CATALOGUE, options, run_device, _IMAGE_FUNCTION)
-    if isinstance(judge, PointwiseReward | PairwiseReward):
-        return with_capabilities(judge)
-    raise _incomplete(name, judge, "reward", "PointwiseReward")
+    if not isinstance(judge, PointwiseReward | PairwiseReward):
+        raise _incomplete(name, judge, "reward", "PointwiseReward")
+    judge = with_capabilities(judge)
+    if judge.capabilities.takes_gpu_images and str(options.get("device", run_device)).startswith("cpu"):
+        judge.capabilities = replace(judge.capabilities, takes_gpu_images=False)
+    return judge
 
 
 def load_text_reward(name: str, *, run_device: str | None = None, **options: Any) -> TextReward:

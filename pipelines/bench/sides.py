@@ -21,13 +21,14 @@ from visalign.errors import UserError, excerpt
 from visalign.evaluation.heldout.correctness import Tally, record_tags
 from visalign.evaluation.heldout.images import evaluate
 from visalign.evaluation.heldout.result import HeldoutResult
-from visalign.interfaces import score_named
+from visalign.interfaces import score_named, with_capabilities
 from visalign.pipelines.flow_grpo.job import evaluation_drawing, sampling_options
 from visalign.pipelines.jobs import load_job
 from visalign.pipelines.sample.job import SampleSettings, load_sampler
 from visalign.pipelines.score.image_rows import SAMPLED, ImageRow, image_rows, require_still
 from visalign.pipelines.score.log import score_key
 from visalign.pipelines.shared.reward_options import parse_options
+from visalign.rewards.base.ahead import decode_ahead
 from visalign.rewards.base.images import to_pil
 
 Parts = Iterable[slice]
@@ -159,12 +160,16 @@ def _scorer(
     """Return a function that scores parts of stored images as `evaluate` does drawn ones."""
 
     def score(parts: Parts) -> Iterator[HeldoutResult]:
-        for chosen in (rows[part] for part in parts):
+        batches = [rows[part] for part in parts]
+        ahead = decode_ahead([row.image for rows in batches for row in rows], resolve_image, rewards.values())
+        for chosen in batches:
             tally = Tally(correctness=correctness, samples="images")
             prompts, records = [row.prompt for row in chosen], [row.metadata for row in chosen]
             images = [resolve_image(row.image) for row in chosen]
+            decoded = [image if (pixels := next(ahead)) is None else pixels for image in images]
             for name, reward in rewards.items():
-                scores = score_named(reward, images, prompts, records, name=name)
+                samples = decoded if with_capabilities(reward).capabilities.takes_gpu_images else images
+                scores = score_named(reward, samples, prompts, records, name=name)
                 tally.add(name, reward, scores, len(chosen))
             yield HeldoutResult(
                 prompts=tuple(prompts),

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from visalign.evaluation.rewards.quality import QualityScores, from_values
 from visalign.interfaces import PairwiseReward, PointwiseReward
 from visalign.pipelines.score.log import Logged, ScoreLog, score_key
 from visalign.pipelines.score.score import MISSING, finite_or_none, read_number
+from visalign.rewards.base.ahead import decode_ahead
 from visalign.rewards.base.contract import RewardError, check_answer
 from visalign.rewards.base.failure import FailureAlarm, failure_reasons
 from visalign.rewards.pairs.asking import check_preferences
@@ -94,11 +95,14 @@ def _ask(
     alarm = FailureAlarm(reward.name, max_failure_rate, min_samples=50)
     keys = [tuple(score_key(*request) for request in row) for row in rows]
     distinct = dict(zip(chain(*keys), chain(*rows), strict=True))
-    with closing(ScoreLog(log, {reward.name: reward}, Logged)) as scores:
+    with ExitStack() as stack:
+        scores = stack.enter_context(closing(ScoreLog(log, {reward.name: reward}, Logged)))
         answers = {key: entry for key in distinct if (entry := scores.get(key)) is not None}
         remaining = [(key, request) for key, request in distinct.items() if key not in answers]
+        images = [image for _, request in remaining for image in request.images]
+        ahead = stack.enter_context(closing(decode_ahead(images, resolve_image, [reward])))
         for start in range(0, len(remaining), batch_size):
-            new = _answer_batch(reward, remaining[start : start + batch_size])
+            new = _answer_batch(reward, remaining[start : start + batch_size], ahead)
             scores.add(new)  # before the alarm: a run that it stops keeps its answers
             answers |= new
             if on_batch is not None:
@@ -108,12 +112,15 @@ def _ask(
     return [tuple(answers[key] for key in row) for row in keys]
 
 
-def _answer_batch(reward: Any, batch: Sequence[tuple[str, _Request]]) -> dict[str, Logged]:
+def _answer_batch(reward: Any, batch: Sequence[tuple[str, _Request]], ahead: Iterator[Any]) -> dict[str, Logged]:
     ask = _score_batch if isinstance(reward, PointwiseReward) else _compare_batch
     answers, readable = dict[str, Logged](), list[Any]()
     for key, request in batch:
+        decoded = [next(ahead) for _ in request.images]
         try:
-            readable.append((key, tuple(map(resolve_image, request.images)), request.prompt, request.metadata))
+            opened = zip(map(resolve_image, request.images), decoded, strict=True)
+            images = tuple(image if pixels is None else pixels for image, pixels in opened)
+            readable.append((key, images, request.prompt, request.metadata))
         except UserError as error:
             answers[key] = Logged(value=None, reason=str(error))
     if readable:

@@ -9,14 +9,16 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 from visalign.data.sets.image_references import CompletionText, open_bytes, resolve_image
 from visalign.errors import Naming, UserError
 from visalign.escaping import csv_cell
 from visalign.interfaces import PointwiseReward, score_named, with_capabilities
+from visalign.rewards.base.ahead import decode_ahead
 from visalign.rewards.base.failure import failure_reasons
 from visalign.rewards.base.images import animation_length, pixels_of
 from visalign.rewards.base.memory import max_pixels
@@ -61,26 +63,41 @@ def score_rows(
 
     `batch_size` bounds memory alone; `on_batch` gets the images of each finished batch. Scores in `store` are kept.
     """
+
+    def open_new(row: ImageRow) -> Any:
+        is_stored = store is not None and all(store.get(_key(row, label)) is not None for label in rewards)
+        return None if is_stored else _open(row)
+
     rows = []
-    for start in range(0, len(table), batch_size):
-        batch = table[start : start + batch_size]
-        columns = [_scored(label, reward, batch, store) for label, reward in rewards.items()]
-        rows += chain.from_iterable(zip(*columns, strict=True))
-        if on_batch is not None:
-            on_batch(len(batch))
+    with closing(decode_ahead(table, open_new, rewards.values())) as ahead:
+        for start in range(0, len(table), batch_size):
+            batch = table[start : start + batch_size]
+            decoded = list(islice(ahead, len(batch)))
+            columns = [_scored(label, reward, batch, decoded, store) for label, reward in rewards.items()]
+            rows += chain.from_iterable(zip(*columns, strict=True))
+            if on_batch is not None:
+                on_batch(len(batch))
     return rows
 
 
-def _scored(label: str, reward: PointwiseReward, batch: Sequence[ImageRow], store: ScoreLog | None) -> list[ScoreRow]:
+def _key(row: ImageRow, label: str) -> str:
+    return f"{score_key([row.image], row.prompt, row.metadata)}:{label}"
+
+
+def _scored(
+    label: str, reward: PointwiseReward, batch: Sequence[ImageRow], decoded: Sequence[Any], store: ScoreLog | None
+) -> list[ScoreRow]:
     """Collect one reward's rows of a batch: stored ones, unreadable references, and new scores."""
-    keys = [f"{score_key([row.image], row.prompt, row.metadata)}:{label}" for row in batch if store is not None]
+    keys = [_key(row, label) for row in batch if store is not None]
+    takes_decoded = with_capabilities(reward).capabilities.takes_gpu_images
     rows, images = dict[int, ScoreRow](), dict[int, Any]()
     for index, row in enumerate(batch):
         if store is not None and (stored := store.get(keys[index])) is not None:
             rows[index] = stored
             continue
         try:
-            images[index] = _load(row, label, reward)
+            is_decoded = takes_decoded and decoded[index] is not None
+            images[index] = decoded[index] if is_decoded else _load(row, label, reward)
         except UserError as error:
             failure = {"value": None, "unit": reward.unit, "prompt": row.prompt, "reason": str(error)}
             rows[index] = ScoreRow(image=row.image, reward=label, **failure)
@@ -92,11 +109,16 @@ def _scored(label: str, reward: PointwiseReward, batch: Sequence[ImageRow], stor
     return [rows[index] for index in range(len(batch))]
 
 
-def _load(row: ImageRow, label: str, reward: PointwiseReward) -> Any:
-    """Load a reward's input: an image, or for one that takes clips also an animation or a list of frames."""
+def _open(row: ImageRow) -> Any:
+    """Return the image of a row, not decoded."""
     if row.reason is not None:
         raise UserError(row.reason)
-    image = resolve_image(row.image) if row.content is None else open_bytes(row.content, row.image)
+    return resolve_image(row.image) if row.content is None else open_bytes(row.content, row.image)
+
+
+def _load(row: ImageRow, label: str, reward: PointwiseReward) -> Any:
+    """Load a reward's input: an image, or for one that takes clips also an animation or a list of frames."""
+    image = _open(row)
     if isinstance(image, CompletionText):
         return image
     is_folder = isinstance(image, str) and os.path.isdir(image)

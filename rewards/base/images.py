@@ -202,8 +202,32 @@ def _explain(error: BaseException, item: Any, *, counted: str = "pixels") -> str
     return f"{name} cannot be decoded ({type(error).__name__}: {error}); give a PNG, JPEG or WebP that PIL opens"
 
 
+def read_levels(item: Any, largest: int) -> Tensor | None:
+    """Decode a path or PIL image to the levels uint8 [3, H, W] that `load_images` divides by 255.
+
+    None for what it alone should read: unreadable, deeper than 8 bits, with frames or pages, above `largest` pixels.
+    """
+    if isinstance(item, CompletionText) or not isinstance(item, Image.Image | str | os.PathLike):
+        return None
+    try:
+        with _open(item) as image:
+            if image.width * image.height > largest or getattr(image, "n_frames", 1) > 1:
+                return None
+            levels = _levels(image)
+    except _DECODE_ERRORS:
+        return None
+    # as a tensor, an image of width 3 might have its channels first or last
+    return levels if levels.dtype == torch.uint8 and levels.shape[2] != 3 else None
+
+
 def _from_pil(image: Image.Image) -> Tensor:
     """Pixels [3, H, W] float32 in [0, 1] of a PIL image of any mode; the image itself is left as it was."""
+    levels = _levels(image)
+    return levels.to(torch.float32) / 255 if levels.dtype == torch.uint8 else levels
+
+
+def _levels(image: Image.Image) -> Tensor:
+    """Levels uint8 [3, H, W], or float32 in [0, 1] of a mode deeper than 8 bits."""
     width, height = image.size
     if width * height == 0:
         raise ValueError(f"it has no pixels: {width}×{height}")
@@ -213,7 +237,7 @@ def _from_pil(image: Image.Image) -> Tensor:
     if upright.mode in _DEEP_MODES:
         return _from_deep(upright)
     array = np.array(over_white(upright))
-    return torch.from_numpy(array).permute(2, 0, 1).to(torch.float32) / 255
+    return torch.from_numpy(array).permute(2, 0, 1)
 
 
 def _pixel_limit() -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,9 @@ class CachedReward(_Cached):
     def __init__(self, reward: PointwiseReward, cache: ScoreCache, *, identity: Identity | None = None) -> None:
         super().__init__(reward, cache, identity=identity)
         self.unit, self.range = reward.unit, reward.range
-        self.higher_is_better, self.capabilities = reward.higher_is_better, self.judge.capabilities
+        self.higher_is_better = reward.higher_is_better
+        # content is hashed on the CPU, a file's without decoding it
+        self.capabilities = replace(self.judge.capabilities, takes_gpu_images=False)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Score B images; the unknown ones are scored in one call."""
