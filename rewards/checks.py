@@ -176,7 +176,6 @@ def _report(case: _Case, problems: Iterable[str], cause: BaseException | None = 
 
 
 def _declaration_problems(case: _Case) -> Iterator[str]:
-    """Check the attributes that say what the numbers mean."""
     reward = case.reward
     expected = {
         "name": "a short string",
@@ -199,7 +198,6 @@ def _declaration_problems(case: _Case) -> Iterator[str]:
 
 
 def _form_problems(case: _Case) -> Iterator[str]:
-    """Check types and lengths of the scores, which all probes rely on."""
     scores, size, noun, unit = case.scores, len(case.rows), case.noun, case.reward.unit
     if not isinstance(scores, Scores):
         yield f"score() returned a {type(scores).__name__}: return visalign.interfaces.Scores"

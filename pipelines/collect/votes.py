@@ -141,7 +141,6 @@ def with_images(store: VoteStore, result: Mapping[str, Any]) -> list[dict[str, A
 
 
 def _group(votes: Iterable[Vote], by: str) -> dict[Any, list[Vote]]:
-    """Group votes by one of their fields, in the order of its first value."""
     groups: dict[Any, list[Vote]] = {}
     for vote in votes:
         groups.setdefault(getattr(vote, by), []).append(vote)

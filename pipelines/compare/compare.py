@@ -186,7 +186,6 @@ def _compare_orders(judge: Any, images: Sequence[Tensor], prompt: str) -> dict[s
 
 
 def _summary(votes: Mapping[str, Sequence[str]], entries: Sequence[Mapping[str, Any]]) -> str:
-    """Summarize the votes in one sentence."""
     count = len(entries) - len(votes.get("failed", ()))
     if not count:
         return "No judge could judge the two images."

@@ -31,7 +31,6 @@ __all__ = ["FlowGRPOConfig", "PrefGRPOConfig", "SFTImagesConfig", "estimate", "p
 
 
 def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
-    """Build the objects of a run, without writing anything."""
     accelerator = build_accelerator(config, output)
     inputs = prepare(config, accelerator.num_processes, str(accelerator.device))
     prompt_cache = open_prompts(config, [*inputs.records, *inputs.heldout], accelerator.device.type)
@@ -78,7 +77,6 @@ run = partial(run_job, build=_build)
 
 
 def _build_algorithm(config: FlowGRPOConfig, policy: Any, inputs: Inputs, accelerator: Any, output: Path) -> Any:
-    """Build the trainer's algorithm of the kind that the objective names."""
     from visalign.training import FewStepDistillation, FlowGRPO, RewardGradient, VelocityRegression
 
     objective = config.objective

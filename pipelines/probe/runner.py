@@ -321,7 +321,6 @@ class PairRunner(ProbeRunner):
         return answers.log_odds.numpy(), answers.reasons
 
     def _ask_real_pairs(self) -> PairAnswers:
-        """Ask about each of the N samples and its rival."""
         rows, first, second, reasons = self._ask_both_orders(self.paired, self._pair, tolerant=False)
         all_first, all_reasons = self._all_rows(ProbeAnswers(rows, first, reasons))
         all_second, _ = self._all_rows(ProbeAnswers(rows, second, reasons))

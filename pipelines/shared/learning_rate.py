@@ -54,7 +54,6 @@ def run_with_found_rate(config: Any, output: Path, resume: bool = False, *, run:
 
 
 def _find(config: Any, output: Path, run: Callable[..., RunSummary]) -> float:
-    """Run each rate, print and write their table, and return the chosen one."""
     from rich.console import Console
     from rich.table import Table
 
@@ -81,7 +80,6 @@ def _find(config: Any, output: Path, run: Callable[..., RunSummary]) -> float:
 
 
 def _short_run(config: Any, rate: float, output: Path, run: Callable[..., RunSummary]) -> dict[str, Any]:
-    """Run one rate unless it has ended; return its held-out change."""
     from visalign.training.loop.trainer import Diverged
 
     iterations, folder = _iterations(config), output / FOLDER / f"{rate:g}"

@@ -129,7 +129,6 @@ def base_model(path: str) -> dict[str, Any]:
 
 
 def _save_images(before: HeldoutResult, after: HeldoutResult, folder: Path) -> Samples:
-    """Write images of the same prompts and seed before and after."""
     rows_after = {row: i for i, row in enumerate(after.image_index.tolist())}
     first: dict[str, tuple[int, int]] = {}
     for i, row in enumerate(before.image_index.tolist()):

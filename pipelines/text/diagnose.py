@@ -156,7 +156,6 @@ def _value(scores: Scores) -> Tensor:
 
 
 def _config(run: Path) -> Any:
-    """Load the configuration of a finished run of a text policy."""
     path = run / "config.yaml"
     if not path.is_file():
         raise UserError(f"There is no run in '{run}': it has no config.yaml. Give a run folder.")

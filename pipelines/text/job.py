@@ -37,7 +37,6 @@ __all__ = ["TextGRPOConfig", "TextPPOConfig", "estimate", "plan", "run"]
 
 
 def _build(config: TextConfig, output: Path) -> PolicyRun:
-    """Build the objects of a run, without writing anything."""
     from visalign.adapters.causal_lm.demonstrations import DemonstrationBatches, fitting_demonstrations
     from visalign.adapters.causal_lm.log_partition import PromptLogPartition
     from visalign.training import TextRL
@@ -134,7 +133,6 @@ def text_run(
 
 
 def _next_command(config: Any, output: Path) -> list[str]:
-    """Build the command that measures, or samples from, what was trained."""
     if config.model.lora is not None:
         return ["visalign", "diagnose", str(output)]
     model = result_folder(config, output)

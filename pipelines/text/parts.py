@@ -167,7 +167,6 @@ def _ask_about_responses(key: str, data: Any, seed: int) -> Records:
 
 
 def _images(key: str, data: Any, seed: int) -> PreferenceSet | QualitySet:
-    """Load and check the set of images of data.`key`."""
     source = getattr(data, key)
     with name_key(f"data.{key}"):
         if key != "train":

@@ -167,7 +167,6 @@ def read_steps(config: TextProcessConfig) -> tuple[Numbered, Numbered]:
 
 
 def _build(config: TextProcessConfig, output: Path) -> JudgeRun:
-    """Build the objects of a run, without writing anything."""
     trained, measured = read_steps(config)
     accelerator = build_accelerator(config, output)
     load = _implicit if config.learns == "implicit" else _classifier
@@ -216,7 +215,6 @@ Learner = tuple[Any, nn.Module, Callable[[Path], None], Callable[[Numbered], Any
 
 
 def _classifier(config: TextProcessConfig, accelerator: Accelerator) -> Learner:
-    """Load a token classifier to train."""
     model, tokenizer = _load(config)
     model.to(accelerator.device).train()
 
@@ -230,7 +228,6 @@ def _classifier(config: TextProcessConfig, accelerator: Accelerator) -> Learner:
 
 
 def _implicit(config: TextProcessConfig, accelerator: Accelerator) -> Learner:
-    """Load a language model to train as an implicit process reward."""
     model = TextModelConfig(path=config.model.path, dtype=config.model.dtype, score_batch=config.data.batch)
     policy = build_text_policy(model, accelerator.device, config.seed, reference=False)
 
@@ -263,7 +260,6 @@ def _load(config: TextProcessConfig, *, hollow: bool = False) -> tuple[Any, Any]
 
 
 def _texts(config: TextProcessConfig, model: Any, tokenizer: Any, records: Numbered) -> StepTexts:
-    """Tokenize records for the model."""
     with name_key("data.train"):
         return StepTexts(
             model,

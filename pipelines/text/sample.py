@@ -166,7 +166,6 @@ def run(config: TextSampleConfig, output: Path, resume: bool = False) -> RunSumm
 
 
 def _prepare(config: TextSampleConfig) -> tuple[Records, Any]:
-    """Load and check prompts and reward."""
     records = text_records("train", config.data, config.seed)
     check_routes(config.rewards.terms, records)
     reward = text_sum(config.rewards, load_terms(config.rewards.terms, load_text_reward, None))
@@ -191,7 +190,6 @@ def _broken_rules(config: TextSampleConfig, records: Records, reward: Any) -> It
 
 
 def _sample_point(config: TextSampleConfig, records: Records, reward: Any, policy: Any, number: int) -> Completions:
-    """Sample and score the completions of one grid point."""
     begin, rollout = time.perf_counter(), config.rollout
     points = rollout.points()
     point, title, console = points[number], f"point {number + 1} of {len(points)}", Console()
@@ -224,7 +222,6 @@ def _sample_point(config: TextSampleConfig, records: Records, reward: Any, polic
 def _select(
     config: TextSampleConfig, records: Records, completions: Completions, output: Path, begin: float
 ) -> RunSummary:
-    """Select completions, and write the dataset and the summary."""
     rule = config.selection
     selectable = selection.selectable_completions(completions, truncated=rule.truncated)
     rules = {"threshold": rule.threshold, "skip_solved": rule.skip_solved}

@@ -149,7 +149,6 @@ def _completions(config: TextDPOConfig) -> JudgedCompletions:
 
 
 def _build(config: TextSFTConfig | TextDPOConfig, output: Path) -> PolicyRun:
-    """Build the objects of a run, without writing anything."""
     from visalign.adapters.causal_lm import demonstrations
     from visalign.training import DPO, SFT
 

@@ -94,7 +94,6 @@ class ChecklistJudge(SeeingJudge):
         return replace(examples, example=answered) if self.frozen else examples
 
     def _check_questions(self, examples: Examples) -> None:
-        """Refuse answers to questions that the checklist does not ask."""
         marks: Any = [image["checklist"] for image in examples.content]
         answered = list(dict.fromkeys(question for answers in marks for question in answers))
         if unknown := [question for question in answered if question not in self.checklist.questions]:

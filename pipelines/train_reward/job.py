@@ -45,7 +45,6 @@ MEANING = {
 
 
 def _build(config: TrainRewardConfig, output: Path) -> JudgeRun:
-    """Build the objects of a run, without writing anything."""
     from visalign.training import RewardModeling
     from visalign.training.loop.progress import SUPERVISED_COLUMNS
 

@@ -174,7 +174,6 @@ def _read(config: TextRewardConfig, tokenizer: Any, limit: int) -> tuple[list[Ra
 
 
 def _build(config: TextRewardConfig, output: Path) -> JudgeRun:
-    """Build the objects of a run, without writing anything."""
     from visalign.training import RewardModeling
 
     accelerator, data = build_accelerator(config, output), config.data

@@ -314,7 +314,6 @@ def _part_job(name: str, part: PartConfig, pipeline: str, changes: Mapping[str, 
 
 
 def _run_part(job: Job, output: Path) -> None:
-    """Run a job, or continue it, unless it is finished."""
     if not (output / SUMMARY).is_file():
         job.run(job.config, output=output, resume=(output / "config.yaml").is_file())
 

@@ -134,7 +134,6 @@ class VisualQuality(EngineJudge):
         return self._pairs.compare_pairs(images, pairs, prompts, metadata)
 
     def _sample(self, queries: list[Query]) -> Ratings:
-        """Average the readable answers of each request."""
         generated = self.engine.generate(self.template, queries, **self._sampling)
         value, std, readable = (torch.full((len(queries),), torch.nan) for _ in range(3))
         reasons, texts = list(generated.reasons), [""] * len(queries)

@@ -288,7 +288,6 @@ async def _receive(request: Any, length: int, limits: RequestLimits) -> bytearra
 
 
 def _read(raw: bytearray, limits: RequestLimits, is_pair: bool) -> JudgeRequest:
-    """Read the request in a body and refuse what is beyond the limits."""
     request = unpack_request(raw)
     if not len(request):
         raise HTTPException(400, "The request is empty; send at least one image.")

@@ -146,7 +146,6 @@ def read_json(text: str) -> Any:
 
 
 def _validator(name: str, schema: Mapping[str, Any]) -> Any:
-    """Build the validator of a schema."""
     try:
         from jsonschema import Draft202012Validator, SchemaError
         from jsonschema.validators import validator_for

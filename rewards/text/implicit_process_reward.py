@@ -89,7 +89,6 @@ class ImplicitProcessReward:
         )
 
     def _sum_steps(self, rollout: TextRollout, token: Tensor, valid: Tensor, reasons: list[str | None]) -> StepRewards:
-        """Sum the rewards of the tokens of each step."""
         step = step_index(rollout, self.tokenizer, self.reading)
         count = int(step.max()) + 1 if step.numel() else 0
         column = torch.where(step >= 0, step, count)  # tokens outside the steps: a column that is cut off

@@ -104,7 +104,6 @@ class SteeringCallback:
         return {"latents": latents}
 
     def _begin(self, pipe: Any, latents: Tensor) -> None:
-        """Check what can be checked before any image is decoded."""
         steps, count = getattr(pipe, "num_timesteps", len(pipe.scheduler.timesteps)), len(latents)
         try:
             check_steering(self._particles, self._after, 1, steps - 2, self._strength)
@@ -139,7 +138,6 @@ class SteeringCallback:
 
 
 def _check_sampler(scheduler: Any) -> None:
-    """Refuse a scheduler whose step is no Euler step of an ODE."""
     kind = type(scheduler)
     changed = [f"{name}={scheduler.config[name]}" for name in _EXTRA_STEPS if scheduler.config.get(name)]
     if kind not in _SAMPLERS or changed:

@@ -156,7 +156,6 @@ def check_votes(where: str, votes: Sequence[Mapping[str, Any]]) -> None:
 def _read(
     path: str | Path, layouts: Sequence[Sequence[str]], purpose: str, names: Mapping[str, str] | None
 ) -> list[NumberedRecord]:
-    """Read numbered rows of one layout and check their prompts and completions."""
     alternatives = " or ".join(", ".join(layout) for layout in layouts[1:])
     rows: list[NumberedRecord] = []
     columns: Sequence[str] = layouts[0]
@@ -235,7 +234,6 @@ def _best_and_worst(rows: Sequence[NumberedRecord]) -> list[NumberedRecord]:
 
 
 def _drop_unusable(path: str | Path, rows: Sequence[NumberedRecord], *, drop: bool) -> JudgedCompletions:
-    """Leave out empty and equal completions, or refuse them."""
     records: list[Record] = []
     faults: dict[str, list[int]] = {}
     for number, record in rows:

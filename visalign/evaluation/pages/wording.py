@@ -129,7 +129,6 @@ def void_notes(before: HeldoutResult, after: HeldoutResult, trained_prompts: int
 
 
 def _trained_on(count: int, trained_prompts: int | None) -> str:
-    """Say how many of the prompts the model knows from training."""
     if trained_prompts is None:
         return ""
     if trained_prompts == 0:

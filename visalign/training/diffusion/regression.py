@@ -145,7 +145,6 @@ class VelocityRegression(ImageAlgorithm):
         return replace(collected, experience=experience)
 
     def _end_points(self, images: ScoredImages, visited: Sequence[int], weights: Sequence[float]) -> EndPoints:
-        """Compute the samples' signal under weights of the rewards."""
         by_column = self.row.signal in MATRIX_SIGNALS
         reward = images.columns if by_column else images.value
         signal, present = self.row.prepare(reward, images.group, valid=images.valid, weights=weights)

@@ -111,7 +111,6 @@ def _in_first_process(several: bool, work: Callable[..., None], *arguments: Any)
 
 
 def _create_folder(temporary: Path) -> None:
-    """Create an empty folder to write to; remove those of killed writes."""
     temporary.parent.mkdir(parents=True, exist_ok=True)
     for stale in temporary.parent.glob(_TEMPORARY + "*"):
         shutil.rmtree(stale)

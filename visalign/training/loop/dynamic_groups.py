@@ -114,7 +114,6 @@ class DynamicGroups:
         return taken
 
     def _outcome(self, rewards: Tensor) -> str:
-        """Name the count that a group with these valid rewards belongs to."""
         if len(rewards) < 2:
             return "failed"
         right_at = self.settings.right_at

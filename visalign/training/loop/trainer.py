@@ -300,7 +300,6 @@ class Trainer(Generic[A]):
         return explain_out_of_memory(self.clock, self._memory_settings, self.run.free_keys)
 
     def _times(self, samples: int) -> dict[str, float]:
-        """Return the seconds of the iteration, total and by phase; add them to the counters."""
         seconds = self.clock.take()
         total = seconds.pop("total")
         training = total - seconds.get("evaluation", 0.0) - seconds.get("checkpoint", 0.0)

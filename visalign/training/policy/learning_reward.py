@@ -58,6 +58,5 @@ class LearningReward:
         return is_finite
 
     def _sum(self, *values: float) -> list[float]:
-        """Sum over the processes."""
         total: Any = self._accelerator.reduce(torch.tensor(values, device=self._accelerator.device), "sum")
         return total.tolist()

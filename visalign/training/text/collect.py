@@ -153,7 +153,6 @@ def collect(
 
 
 def _score(parts: TextParts, pending: PendingRound, clock: PhaseClock) -> _Round:
-    """Wait for the scores of a round and exchange them among the processes."""
     rollout, shares = pending.rollout, pending.shares
     with clock.phase("reward"):
         scores = without_failed(concatenate_scores([wait() for wait in pending.scores]), rollout)
@@ -228,7 +227,6 @@ def _select(groups: DynamicGroups) -> _Scored | None:
 def _experience(
     parts: TextParts, selected: _Scored, records: Mapping[Any, Mapping[str, Any]], iteration: int, clock: PhaseClock
 ) -> TextExperience:
-    """Compute the inputs of the objective for the selected samples."""
     shares, rollout, objective = selected.shares, selected.rollout, parts.objective
     reward, valid = selected.reward[shares.own], selected.valid[shares.own]
     with clock.phase("replay"), torch.no_grad():

@@ -161,7 +161,6 @@ class TextRL(TextAlgorithm):
         self._had_updates = False
 
     def _check_sharding(self) -> None:
-        """Refuse to divide a model that another part reads whole."""
         parts, settings = self.parts, self.settings
         conflicts = {
             "a value model": parts.value_model is not None,
@@ -225,7 +224,6 @@ class TextRL(TextAlgorithm):
         return sample_completions(self.parts, self.sampler, number, run.clock)
 
     def _update_memory(self, experience: TextExperience, run: Context) -> None:
-        """Add what the objective remembers of earlier iterations, and remember this one."""
         objective, t, memory = self.parts.objective, experience.trajectories, run.counters.own
         if remembers(objective) is not None:
             before = memory.get("entropies", [])
