@@ -26,7 +26,7 @@ class IctJudge(TrainedJudge):
     """Towers that learn their own truncated cosines: from `data.theta` on an image contains all of its prompt."""
 
     def __init__(self, config: TrainRewardConfig, device: torch.device) -> None:
-        self.judge = Ict.from_pretrained(config.model.path, device=device, cache_bytes=0)
+        self.judge = Ict(config.model.path, device=device, cache_bytes=0)
         self.theta = config.data.theta
         super().__init__(config, self.judge.module, device)
         self.teacher = copy.deepcopy(self.module).eval().requires_grad_(False)
@@ -89,7 +89,7 @@ class HpJudge(TrainedJudge):
         super().__init__(config, self.judge.module, device)
         self.module.requires_grad_(False)
         self.module.head.requires_grad_(True)
-        self.ict = None if model.ict is None else Ict.from_pretrained(model.ict, device=device, cache_bytes=0)
+        self.ict = None if model.ict is None else Ict(model.ict, device=device, cache_bytes=0)
         if model.train == "full":
             encoder: Any = self.module.encoder.model
             is_open = self.module.encoder.is_open_clip

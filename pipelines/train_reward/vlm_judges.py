@@ -96,7 +96,7 @@ class Hpsv3Judge(SeeingJudge):
 
     @torch.no_grad()
     def save(self, folder: Path) -> None:
-        """Write what `HPSv3.from_pretrained` reads: adapters and head beside the base, or the whole model."""
+        """Write what `HPSv3` reads: adapters and head beside the base, or the whole model."""
         cast(self.judge.eval(), self.save_dtype)
         if self.token is not None:
             weight = self.engine.model.get_input_embeddings().weight

@@ -64,7 +64,6 @@ class DeepSeekGRM(ChatJudge):
     """
 
     name = "deepseek_grm"
-    higher_is_better = True
     default_template = CRITIQUE
     default_temperature = 1.0
     default_max_new_tokens = 2048

@@ -41,7 +41,6 @@ class EditScore(ChatJudge):
     name = "edit_score"
     unit = "points from 0 to 10"
     range = (0.0, 10.0)
-    higher_is_better = True
     default_max_new_tokens = 512
 
     def __init__(self, *address: str, labelled: bool = False, device: Any = "cpu", **options: Any) -> None:

@@ -50,6 +50,7 @@ class ChatJudge:
     """
 
     name: str
+    higher_is_better = True
     capabilities = RewardCapabilities()
     default_template: Template
     required_fields: Sequence[str] = ("prompt",)  # Names in braces that a template must contain

@@ -44,7 +44,6 @@ class Lift(ChatJudge):
     name = "lift"
     unit = "Good 0.9, Normal 0.2, Bad 0.05"
     range = (LIFT_VALUES["Bad"], LIFT_VALUES["Good"])
-    higher_is_better = True
     default_template = TEMPLATE
     required_fields = ("prompt", "question")
     default_max_new_tokens = 512

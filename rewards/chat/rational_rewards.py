@@ -58,7 +58,6 @@ class RationalRewards(ChatJudge):
     name = "rational_rewards"
     unit = "(points from 1 to 4 − 1) / 3"
     range = (0.0, 1.0)
-    higher_is_better = True
     default_max_new_tokens = 2048
 
     def __init__(self, *address: str, mode: Mode = "generation", device: Any = "cpu", **options: Any) -> None:

@@ -58,7 +58,6 @@ class Rubric(ChatJudge):
     name = "rubric"
     unit = "probability"
     range = (0.0, 1.0)
-    higher_is_better = True
     default_template = ASKING
     required_fields = ("question",)
 

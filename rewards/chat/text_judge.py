@@ -98,7 +98,6 @@ class TextJudge(ChatJudge):
     """
 
     name = "text_judge"
-    higher_is_better = True
     required_fields = ("prompt", "responses")
     default_max_new_tokens = 2048
     load_local = staticmethod(load_language_model)

@@ -59,7 +59,6 @@ class UnifiedReward(ChatJudge):
     name = "unified_reward"
     unit = "points from 1 to 5"
     range = (1.0, 5.0)
-    higher_is_better = True
 
     def __init__(self, *address: str, mode: Mode = "aspects", device: Any = "cpu", **options: Any) -> None:
         check_choices(self.name, mode=(mode, _READERS))

@@ -117,7 +117,6 @@ class YesNoServer(ChatJudge):
     name = "yes_no_server"
     unit = "log-odds of yes (nats)"
     range = (-math.inf, math.inf)
-    higher_is_better = True
     default_template = QUESTION
     required_fields = ()
     default_max_new_tokens = 1

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -235,13 +235,6 @@ class ClipJudge:
     def __init__(self, model: str | Path, *, device: str | torch.device = "cpu", **towers: Any) -> None:
         check_options(self.name, ClipTowers, {"model": model, "device": device, **towers})
         self.towers = ClipTowers(model, device=device, **towers)
-
-    @classmethod
-    def from_pretrained(cls, model: str | Path, **options: Any) -> Self:
-        """Load the judge of that folder or name at once, so that a broken folder shows here."""
-        judge = cls(model, **options)
-        _ = judge.towers.parts
-        return judge
 
     def scaled(self, cosine: Tensor) -> Tensor | None:
         """Return the score of cosines [n], which are a part then; None where the cosine is the score."""

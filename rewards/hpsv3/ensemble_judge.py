@@ -103,13 +103,6 @@ class LoraEnsembleReward:
         judge._load(settings, tensors, members[0].base, " + ".join(member.name for member in members))
         return judge
 
-    @classmethod
-    def from_pretrained(cls, model_path: str | Path, **options: Any) -> LoraEnsembleReward:
-        """Load an ensemble's folder, packaged name or hub id at once."""
-        judge = cls(model_path, **options)
-        _ = judge.model
-        return judge
-
     @cached_property
     def model(self) -> LoraEnsembleModel:
         """Module, loaded when it is first needed."""

@@ -105,13 +105,6 @@ class HPSv3:
         changed.iteration = 0.3 + 0.7 * min(1.0, iteration / (self._ramp or 1))
         return changed
 
-    @classmethod
-    def from_pretrained(cls, model_path: str | Path, **options: Any) -> HPSv3:
-        """Load a folder at once."""
-        judge = cls(model_path, **options)
-        _ = judge.model
-        return judge
-
     @property
     def identity(self) -> Identity:
         """Identity of the scores; positions are among the options."""

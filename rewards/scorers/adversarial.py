@@ -22,15 +22,7 @@ from torch import Tensor, nn
 from visalign.data.sets.image_references import resolve_image
 from visalign.data.sets.sources import CAPTIONED, shapes_images
 from visalign.interfaces import Metadata, RewardCapabilities, Scores
-from visalign.rewards.base.contract import (
-    Request,
-    RewardError,
-    check_choices,
-    check_counts,
-    make_scores,
-    read_request,
-    scatter,
-)
+from visalign.rewards.base.contract import Request, RewardError, check_counts, make_scores, read_request, scatter
 from visalign.rewards.base.images import to_uint8
 from visalign.rewards.catalogue import check_options
 from visalign.rewards.clip.towers import ClipTowers
@@ -44,14 +36,9 @@ PATCHES = 0.3
 WIDTH = 512  # Hidden units of the head
 
 
-def discriminator_loss(real: Tensor, fake: Tensor, loss: str = "hinge") -> Tensor:
-    """Compute ½ (mean max(0, 1 − real) + mean max(0, 1 + fake)), or with "bce" −ln σ(real) and −ln σ(−fake).
-
-    Arguments are logits of any shapes. Adv-GRPO, arXiv 2511.20256.
-    """
-    if loss == "hinge":
-        return (F.relu(1 - real).mean() + F.relu(1 + fake).mean()) / 2
-    return (F.softplus(-real).mean() + F.softplus(fake).mean()) / 2
+def discriminator_loss(real: Tensor, fake: Tensor) -> Tensor:
+    """½ (mean max(0, 1 − real) + mean max(0, 1 + fake)) of logits of any shapes. Adv-GRPO, arXiv 2511.20256."""
+    return (F.relu(1 - real).mean() + F.relu(1 + fake).mean()) / 2
 
 
 class Adversarial:
@@ -64,7 +51,6 @@ class Adversarial:
         references: images to come close to, such as those of a better model for the same prompts: a folder, subfolders
             included, or shapes:images.
         model: frozen tower, as for `clip_score`, or a folder or hub id of transformers' DINOv2 or DINOv3.
-        loss: "hinge" or "bce".
         lr: learning rate of the head, by AdamW with β₁ = 0.5.
         steps: updates of the head in an iteration; batch: samples, and as many references, in each.
         **towers: precision, batch_size, ... of `ClipTowers`; of DINO precision alone.
@@ -81,18 +67,16 @@ class Adversarial:
         references: str | Path,
         model: str | Path = "shapes-clip",
         *,
-        loss: str = "hinge",
         lr: float = 1e-4,
         steps: int = 10,
         batch: int = 64,
         device: str | torch.device = "cpu",
         **towers: Any,
     ) -> None:
-        check_choices(self.name, loss=(loss, ("hinge", "bce")))
         check_counts(self.name, steps=steps, batch=batch)
         if not (isinstance(lr, int | float) and 0 < lr < 1):
             raise ValueError(f"{self.name}: lr is {lr!r}; allowed are numbers between 0 and 1.")
-        self.loss, self.lr, self.steps, self.batch = loss, float(lr), steps, batch
+        self.lr, self.steps, self.batch = float(lr), steps, batch
         options = {"model": model, "device": device, **towers}
         self._tower: Any = DinoTokens if _is_dino(model) else ClipTowers
         check_options(f"{self.name}'s tower", self._tower, options)
@@ -137,9 +121,9 @@ class Adversarial:
         drawn = torch.randint(len(self._references), (len(samples),), generator=generator).tolist()
         real = self.head(self._features([self._references[i] for i in drawn]))[..., 0]
         fake = self.head(self._features(list(samples)))[..., 0]
-        loss = discriminator_loss(real[:, 0], fake[:, 0], self.loss)
+        loss = discriminator_loss(real[:, 0], fake[:, 0])
         if real.shape[1] > 1:
-            loss = loss + PATCHES * discriminator_loss(real[:, 1:], fake[:, 1:], self.loss)
+            loss = loss + PATCHES * discriminator_loss(real[:, 1:], fake[:, 1:])
         return loss, torch.cat([real[:, 0] > 0, fake[:, 0] < 0]).float().mean()
 
     @torch.no_grad()

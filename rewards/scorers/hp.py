@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,13 +68,6 @@ class Hp(ClipHeadJudge):
             load=lambda precision: load_fine_tuned_clip(model, subfolder=BACKBONE, device=device, precision=precision),
             **towers,
         )
-
-    @classmethod
-    def from_pretrained(cls, model: str | Path, **options: Any) -> Self:
-        """Load towers and head at once, so that a broken folder is noticed here."""
-        reward = super().from_pretrained(model, **options)
-        _ = reward.head
-        return reward
 
     @classmethod
     def untrained(cls, model: str | Path = "shapes-clip", widths: Sequence[int] | None = None, **options: Any) -> Hp:

@@ -275,7 +275,7 @@ def main() -> None:
         parser.error("--members and --output go together; one of them is missing.")
     if given.members:
         join(given.members, given.output)
-    judge = LoraEnsembleReward.from_pretrained(given.output or given.judge)
+    judge = LoraEnsembleReward(given.output or given.judge)
     pairs = shapes_pairs(given.seed, given.pairs, split="heldout")
     held = [pairs[number] for number in range(given.pairs)]
     pair_table(judge, given.beside, held)

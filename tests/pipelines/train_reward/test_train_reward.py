@@ -356,7 +356,7 @@ def test_hp_learns_triples_next_to_a_trained_ict(models, tmp_path):
     examples = [inputs.train[n] for n in range(4)]
     batch = judge.encode(examples)
     outputs = judge(batch.inputs)
-    ict = Ict.from_pretrained(models / "clip")
+    ict = Ict(models / "clip")
     prompts = [example.prompt for example in examples]
     cosine = torch.stack([ict.score([e.images[n] for e in examples], prompts).value for n in range(3)])
     torch.testing.assert_close(outputs["cosine"].view(3, 4), cosine)

@@ -46,7 +46,7 @@ def test_what_is_read_again_is_what_was_saved(base, tmp_path):
     assert kept and all(name.startswith("visual.transformer") for name in kept)
     assert {value.dtype for value in kept.values()} == {torch.float16}
     assert sorted(p.name for p in (tmp_path / "fine").iterdir()) == [BASE, CHANGES, "hp_head.safetensors"]
-    read = Hp.from_pretrained(tmp_path / "fine")
+    read = Hp(tmp_path / "fine")
     torch.testing.assert_close(scores(read), scores(judge), rtol=1e-5, atol=1e-6)
     assert not torch.allclose(scores(read), scores(Hp.untrained(base, widths=[8, 8, 8, 8, 1])))
 
@@ -59,9 +59,7 @@ def test_the_base_is_found_from_where_the_folder_is(base, tmp_path):
     judge = moved(base, 2)
     judge.save(folder, base=name)
     shutil.move(tmp_path / "models", tmp_path / "elsewhere")
-    torch.testing.assert_close(
-        scores(Hp.from_pretrained(tmp_path / "elsewhere" / "fine")), scores(judge), rtol=1e-5, atol=1e-6
-    )
+    torch.testing.assert_close(scores(Hp(tmp_path / "elsewhere" / "fine")), scores(judge), rtol=1e-5, atol=1e-6)
 
 
 def test_changes_may_be_kept_on_changes(base, tmp_path):
@@ -69,7 +67,7 @@ def test_changes_may_be_kept_on_changes(base, tmp_path):
     judge = moved(tmp_path / "one", 4, names="visual.proj")
     judge.save(tmp_path / "two", base="../one")
     assert list(load_file(tmp_path / "two" / CHANGES)) == ["visual.proj"]
-    torch.testing.assert_close(scores(Hp.from_pretrained(tmp_path / "two")), scores(judge), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(scores(Hp(tmp_path / "two")), scores(judge), rtol=1e-5, atol=1e-6)
 
 
 def test_an_unchanged_tower_is_the_base_alone(base, tmp_path):
@@ -77,7 +75,7 @@ def test_an_unchanged_tower_is_the_base_alone(base, tmp_path):
     judge.save(tmp_path / "fine", base=str(base))
     assert json.loads((tmp_path / "fine" / BASE).read_text())["changed"] == 0
     assert not (tmp_path / "fine" / CHANGES).exists()
-    torch.testing.assert_close(scores(Hp.from_pretrained(tmp_path / "fine")), scores(judge))
+    torch.testing.assert_close(scores(Hp(tmp_path / "fine")), scores(judge))
 
 
 def test_what_does_not_fit_is_named(base, tmp_path):

@@ -91,17 +91,17 @@ def test_the_whole_model_survives_a_round_trip(tmp_path, shared) -> None:
     shared.save_pretrained(tmp_path)
     settings = JudgeSettings.read(tmp_path)
     assert settings.positions == "1d" and settings.rest["head"] == {"type": "ranknet", "clamp": [-7.0, 3.0]}
-    again = HPSv3.from_pretrained(tmp_path)
+    again = HPSv3(tmp_path)
     assert torch.equal(again.score(IMAGES, PROMPTS).value, HPSv3(shared).score(IMAGES, PROMPTS).value)
     assert not any(parameter.requires_grad for parameter in again.model.parameters())
     assert again.identity.weights and again.identity.options["positions"] == "1d"
     head = load_file(tmp_path / "reward_head.safetensors")
     save_file({key: value for key, value in head.items() if "3.bias" not in key}, tmp_path / "reward_head.safetensors")
     with pytest.raises(RewardError, match=r"missing: rm_head\.3\.bias"):
-        HPSv3.from_pretrained(tmp_path)
+        _ = HPSv3(tmp_path).model
     (tmp_path / "reward_head.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"no weight file .*reward_head\.safetensors"):
-        HPSv3.from_pretrained(tmp_path)
+        _ = HPSv3(tmp_path).model
 
 
 def test_a_lora_and_a_head_are_saved_with_the_name_of_their_base(tmp_path) -> None:

@@ -50,7 +50,7 @@ def test_the_published_layout(tmp_path) -> None:
     keys = set(load_file(file))
     assert {"visual.merger.mlp.0.weight", "model.layers.1.self_attn.q_proj.bias", "lm_head.weight"} <= keys
     options: dict[str, Any] = {"base": tmp_path / "base", "min_pixels": 64, "max_pixels": 4096}
-    built_in = HPSv3.from_pretrained(file, **options).model
+    built_in = HPSv3(file, **options).model
     text = built_in.template.messages[0]["content"][1]["text"]
     # of the instruction and the line of the reward token in the package hpsv3 1.0.0
     assert hashlib.sha256(text.encode()).hexdigest()[:12] == "e61d58f3c7d3"
@@ -73,7 +73,7 @@ def test_the_published_layout(tmp_path) -> None:
 def test_a_published_file_takes_no_adapter(tmp_path) -> None:
     file, _ = published(tmp_path)
     with pytest.raises(RewardError, match="A published file of weights takes no adapter"):
-        HPSv3.from_pretrained(file, base=tmp_path / "base", adapter=tmp_path)
+        _ = HPSv3(file, base=tmp_path / "base", adapter=tmp_path).model
 
 
 @pytest.mark.parametrize(

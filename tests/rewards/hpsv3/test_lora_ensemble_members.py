@@ -73,12 +73,12 @@ def test_damaged_folders_and_wrong_options_are_refused(place: Path, tmp_path: Pa
         both = tensors | change
         save_file({key: value for key, value in both.items() if value is not None}, file)
         with pytest.raises(RewardError, match=message):
-            LoraEnsembleReward.from_pretrained(tmp_path / "whole")
+            _ = LoraEnsembleReward(tmp_path / "whole").model
     file.unlink()
     with pytest.raises(FileNotFoundError, match=r"There is no weight file .*members\.safetensors"):
-        LoraEnsembleReward.from_pretrained(tmp_path / "whole")
+        _ = LoraEnsembleReward(tmp_path / "whole").model
     with pytest.raises(RewardError, match=r"m0 is no LoRA ensemble .*from_members"):
-        LoraEnsembleReward.from_pretrained(place / "m0")
+        _ = LoraEnsembleReward(place / "m0").model
     wrong: tuple[tuple[dict[str, Any], str], ...] = (
         ({"min_members": 0}, "min_members is 0; allowed are whole numbers from 1"),
         ({"precision": "int8"}, "precision is 'int8'; allowed are fp32"),

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +48,12 @@ def towers(tmp_path_factory) -> dict[str, Path]:
     return {"clip": save_tiny_clip(dino.parent / "clip"), "dino": dino}
 
 
-def test_the_loss_is_zero_beyond_the_margin_and_ln2_of_an_ignorant_head() -> None:
+def test_the_loss_is_zero_beyond_the_margin() -> None:
     real = torch.tensor([2.0, 0.5], requires_grad=True)
     loss = discriminator_loss(real, torch.tensor([-1.0, 0.0]))
     assert float(loss.detach()) == pytest.approx((0.25 + 0.5) / 2)  # ½ (mean(0, 0.5) + mean(0, 1))
     loss.backward()
     assert real.grad is not None and real.grad.tolist() == [0.0, -0.25]
-    zeros = torch.zeros(3)
-    assert float(discriminator_loss(zeros, zeros, "bce")) == pytest.approx(math.log(2))
 
 
 @pytest.mark.parametrize("tower", ["clip", "dino"])
@@ -90,7 +87,6 @@ def test_a_head_learns_to_prefer_references_to_samples(towers, references, tower
     [
         ({"references": "nowhere"}, "'nowhere' does not exist; give a folder"),
         ({"references": Path(__file__).parent}, "holds 0 images; give many"),
-        ({"loss": "wgan"}, "loss is 'wgan'; allowed are hinge, bce"),
         ({"steps": 0}, "steps is 0; allowed are whole numbers from 1"),
         ({"lr": 3}, "lr is 3; allowed are numbers between 0 and 1"),
         ({"batchsize": 3}, "adversarial's tower.*'batchsize'"),
