@@ -325,9 +325,8 @@ def _broken_rules(s: FlowGRPOConfig) -> Iterator[str]:
     every = s.objective.balance_every
     if every is not None and math.gcd(every, sizes) > 1:
         yield (
-            f"objective.balance_every is {every} and rollout.image_sizes has {sizes}: rewards would be "
-            "measured at some of the sizes only. Set objective.balance_every to a number without a common "
-            "divisor."
+            f"objective.balance_every is {every} and rollout.image_sizes has {sizes}: rewards would be measured at "
+            "some of the sizes only. Set objective.balance_every to a number without a common divisor."
         )
 
 

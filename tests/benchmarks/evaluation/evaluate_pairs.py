@@ -79,10 +79,9 @@ def main() -> None:
             number = result["judges"][0]["agreement"]["half_credit"]["micro"]
             verdict = "within" if seconds <= LIMIT else "ABOVE"
             print(
-                f"{given.pairs} pairs, {given.prompts} prompts, {given.resamples} draws, {len(columns)} "
-                "judges: "
-                f"{seconds:.1f} s ({verdict} {LIMIT:.0f} s); accuracy {number['estimate']:.4f} "
-                f"[{number['low']:.4f}, {number['high']:.4f}]"
+                f"{given.pairs} pairs, {given.prompts} prompts, {given.resamples} draws, {len(columns)} judges: "
+                f"{seconds:.1f} s ({verdict} {LIMIT:.0f} s); accuracy {number['estimate']:.4f} [{number['low']:.4f}, "
+                f"{number['high']:.4f}]"
             )
     print(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB")
 

@@ -224,10 +224,9 @@ def main() -> None:
                 else f"{judge.answers} | {judge.spread:g} | {judge.bias:g} | {judge.noise:g}"
             )
             print(
-                f"| {settings} "
-                f"| {mean['accuracy']:.2f} | {mean['swap']:.2f} | {method} | {mean['calls']:.0f} "
-                f"| {mean['full']:.3f} ({float(columns['full'].quantile(0.05)):.3f}) | {mean['both']:.3f} "
-                f"| {mean['truth']:.3f} (all: {mean['full_truth']:.3f}) | {mean['cover']:.3f} |",
+                f"| {settings} | {mean['accuracy']:.2f} | {mean['swap']:.2f} | {method} | {mean['calls']:.0f} | "
+                f"{mean['full']:.3f} ({float(columns['full'].quantile(0.05)):.3f}) | {mean['both']:.3f} | "
+                f"{mean['truth']:.3f} (all: {mean['full_truth']:.3f}) | {mean['cover']:.3f} |",
                 flush=True,
             )
 

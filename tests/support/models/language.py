@@ -13,11 +13,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,:;?!+-*/=<>()\n"
 SPECIAL = ("<pad>", "<end>", "<user>", "<assistant>", "<system>")
 TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if message.role not in ['user', 'assistant', 'system'] %}"
-    "{{ raise_exception('role ' + message.role) }}{% endif %}"
-    "<{{ message.role }}>{{ message.content }}<end>{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{% for message in messages %}{% if message.role not in ['user', 'assistant', 'system'] %}{{ "
+    "raise_exception('role ' + message.role) }}{% endif %}<{{ message.role }}>{{ message.content }}<end>{% endfor "
+    "%}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
 

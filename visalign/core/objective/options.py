@@ -20,11 +20,10 @@ _INTERVALS = {
     "(0, 1]": "best.share eps_low fraction level_up search.radius w_min",
     "(0, 1)": "few_step.level_high few_step.level_low level_down",
     "[0, 1)": "few_step.slow_decay_end",
-    "[0, inf)": "a alpha beta bound_low eps gamma k k_bonus k_neg k_pos lam lambda_neg lambda_pos limit low "
-    "min_range mu smoothing tail_weight zeta few_step.anchor few_step.clip few_step.guidance_scale "
-    "few_step.warmup ascent.kl ascent.renoised objective.entropy objective.kl objective.kl_in_reward "
-    "objective.off_policy_delta objective.ptx objective.value regression.average_kl regression.kl "
-    "regression.reference_guidance",
+    "[0, inf)": "a alpha beta bound_low eps gamma k k_bonus k_neg k_pos lam lambda_neg lambda_pos limit low min_range "
+    "mu smoothing tail_weight zeta few_step.anchor few_step.clip few_step.guidance_scale few_step.warmup ascent.kl "
+    "ascent.renoised objective.entropy objective.kl objective.kl_in_reward objective.off_policy_delta objective.ptx "
+    "objective.value regression.average_kl regression.kl regression.reference_guidance",
     "[0, inf]": "bound_high high limit_high limit_low",
     "(0, inf)": "bound budget crd.beta dgpo.beta dpo.beta epsilon f_norm gdro.beta kappa kto.beta nft.beta par.k tau "
     "tau_neg tau_pos temperature w_max few_step.advantage_clip few_step.beta few_step.huber "
