@@ -24,28 +24,8 @@ from .tools import ToolPolicy, ToolUse
 from .turns import ChatTurns, EnvironmentUse
 
 __all__ = [
-    "ChatTurns",
-    "Distribution",
-    "EnvironmentUse",
-    "Message",
-    "Prompt",
-    "Sampling",
-    "StopReason",
-    "StopStrings",
-    "StoppingCriteria",
-    "TextPolicy",
-    "TextRollout",
-    "TokenOutput",
-    "TokenSets",
-    "ToolPolicy",
-    "ToolTrace",
-    "ToolUse",
-    "calculator",
-    "chosen_log_prob",
-    "draw_seeds",
-    "draw_tokens",
-    "join_rollouts",
-    "kept_tokens",
-    "log_distribution",
-    "sample_uniforms",
-]
+    "ChatTurns", "Distribution", "EnvironmentUse", "Message", "Prompt", "Sampling", "StopReason", "StopStrings",
+    "StoppingCriteria", "TextPolicy", "TextRollout", "TokenOutput", "TokenSets", "ToolPolicy", "ToolTrace",
+    "ToolUse", "calculator", "chosen_log_prob", "draw_seeds", "draw_tokens", "join_rollouts", "kept_tokens",
+    "log_distribution", "sample_uniforms",
+]  # fmt: skip

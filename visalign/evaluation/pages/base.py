@@ -51,19 +51,8 @@ def render_page(
     model and identity) for the footer, as is `command` unless a command line runs; `banners` are warnings above all.
     """
     filters = (
-        plain,
-        number,
-        fixed,
-        signed,
-        change,
-        share,
-        whole_percent,
-        points,
-        span,
-        words,
-        duration,
-        provenance_sentence,
-    )
+        plain, number, fixed, signed, change, share, whole_percent, points, span, words, duration, provenance_sentence,
+    )  # fmt: skip
     environment = page_environment()
     environment.filters |= {function.__name__: function for function in filters}
     environment.globals |= environment.filters | {"rail": rail}
