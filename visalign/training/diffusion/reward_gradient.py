@@ -23,8 +23,7 @@ from visalign.core.regression.ascents import ASCENTS, Ascent
 from visalign.core.surrogates.kl import velocity_kl
 from visalign.errors import UserError
 from visalign.flow.noise import initial_noise
-from visalign.flow.parametrization import preserving_scale
-from visalign.flow.rollout import velocity_of
+from visalign.flow.rollout import complete, first_latents, velocity_of
 from visalign.interfaces import Condition, DifferentiableReward, DifferentiableSum, Scores
 from visalign.seeds import sample_seed
 from visalign.training.loop.algorithm import Collected, Context
@@ -171,18 +170,10 @@ class RewardGradient(ImageAlgorithm):
 
     def _sampled(self, experience: AscentBatch, step: AscentStep, sample: Tensor) -> Tensor:
         """Sample latents [n, ...] under the current weights, up to where the gradient begins."""
-        policy, sigmas = self.policy, self.sigmas
-        noise = initial_noise(self.sample_seeds(experience.batch.sample_id[sample]), policy.latent_shape)
-        if policy.prediction != "velocity":
-            noise = noise * preserving_scale(sigmas[0]).to(noise)
-        x = noise.to(device=policy.device, dtype=policy.storage_dtype)
-        with torch.no_grad(), self.accelerator.autocast():
-            condition = experience.condition.select(sample)
-            for k in range(step.stop):
-                sigma, time = self._level(k, x)
-                v = velocity_of(policy, x, sigma, condition, time)
-                x = (x + (sigmas[k + 1] - sigmas[k]).to(v) * v).to(x.dtype)
-        return x
+        noise = initial_noise(self.sample_seeds(experience.batch.sample_id[sample]), self.policy.latent_shape)
+        x, condition = first_latents(self.policy, noise, self.sigmas), experience.condition.select(sample)
+        with self.accelerator.autocast():
+            return complete(self.policy, condition, x, sigmas=self.sigmas, step=0, until=step.stop)
 
     def _clean(self, experience: AscentBatch, step: AscentStep, sample: Tensor) -> tuple[Tensor, Tensor]:
         """Compute (x0 [n, ...] with gradient, KL [n]) by the last steps, or by one prediction."""
