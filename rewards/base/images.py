@@ -223,7 +223,7 @@ def read_levels(item: Any, largest: int) -> Tensor | None:
 def _from_pil(image: Image.Image) -> Tensor:
     """Pixels [3, H, W] float32 in [0, 1] of a PIL image of any mode; the image itself is left as it was."""
     levels = _levels(image)
-    return levels.to(torch.float32) / 255 if levels.dtype == torch.uint8 else levels
+    return levels.to(torch.float32).div_(255) if levels.dtype == torch.uint8 else levels
 
 
 def _levels(image: Image.Image) -> Tensor:
@@ -273,7 +273,7 @@ def _read_batch(items: Tensor | np.ndarray, where: str) -> ImageBatch:
             own_shape = shape if where == "images" else shape[1:]
             raise ValueError(f"{where} of shape {own_shape} and dtype {items.dtype} {problem}. {ACCEPTED}")
     if levels:
-        pixels = (pixels if channels_first else pixels.permute(0, 3, 1, 2)).to(torch.float32) / 255
+        pixels = (pixels if channels_first else pixels.permute(0, 3, 1, 2)).to(torch.float32).div_(255)
         return ImageBatch(list(pixels), [None] * len(pixels))
     return _check_values(pixels.to(torch.float32), where)
 
