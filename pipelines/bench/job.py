@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from visalign.data.sets.prompt_files import record_key
 from visalign.errors import UserError
 from visalign.evaluation.heldout.result import HeldoutResult, joined, load_heldout
 from visalign.locks import LOCK, hold_lock
@@ -48,7 +49,8 @@ def run_bench(
         raise UserError(f"Two have one name: {', '.join(s.label for s in sides)}. Leave one out, or add ,name=NAME.")
     rank, started = int(os.environ.get("RANK", "0")), time.perf_counter()
     facts: dict[str, Any] = {"sides": {side.label: side.facts for side in sides}, "part_size": part_size}
-    facts |= {"prompts": [f"{row.prompt} {row.seed}" for row in sides[0].rows]}
+    keys = [record_key(row.metadata or {"prompt": row.prompt}) for row in sides[0].rows]
+    facts |= {"prompts": [" ".join([*key, str(row.seed)]) for key, row in zip(keys, sides[0].rows, strict=True)]}
     facts |= {"rewards": {name: reward_identity(reward).digest for name, reward in rewards.items()}}
     facts, path = json.loads(json.dumps(facts, default=str)), output / SETTINGS
     with nullcontext() if rank else hold_lock(output / LOCK, what=f"The output folder '{output}'"):

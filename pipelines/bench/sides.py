@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from visalign.adapters.catalogue import edits_of, index_source
 from visalign.adapters.model_folder import INDEX
 from visalign.adapters.pipeline.lora_files import lora_file, parse_lora
 from visalign.data.assets import resolve_model
 from visalign.data.sets.image_references import resolve_image
+from visalign.data.sets.prompt_files import Edits
 from visalign.errors import UserError, excerpt
 from visalign.evaluation.heldout.correctness import Tally, record_tags
 from visalign.evaluation.heldout.images import evaluate
@@ -28,6 +30,7 @@ from visalign.pipelines.sample.job import SampleSettings, load_sampler
 from visalign.pipelines.score.image_rows import SAMPLED, ImageRow, image_rows, require_still
 from visalign.pipelines.score.log import score_key
 from visalign.pipelines.shared.reward_options import parse_options
+from visalign.pipelines.shared.run_folder import model_of
 from visalign.rewards.base.ahead import decode_ahead
 from visalign.rewards.base.images import to_pil
 
@@ -44,6 +47,20 @@ class Side:
     facts: Mapping[str, Any]  # What a resumed bench must share with the one that began
     rows: Sequence[ImageRow]  # Image, prompt, record and seed of each sample
     score: Callable[[Parts], Iterator[HeldoutResult]]  # Score parts of the samples, which a model draws first
+
+
+def suite_edits(texts: Sequence[str]) -> Edits:
+    """Return whether one of the MODELs edits images, so that a prompt of the suite has a source."""
+    edits = set[Edits]()
+    for text in texts:
+        path, *items = re.split(r",(?=[A-Za-z_]+=)", text)
+        options = parse_options(items, f"'{text}'")
+        model, config = (
+            model_of(Path(path)) if (Path(path) / "config.yaml").is_file() else (path, options.get("config"))
+        )
+        adapter = options.get("adapter")
+        edits.add(edits_of(index_source(model or path, adapter, config), adapter))
+    return "needed" if "needed" in edits else "optional" if "optional" in edits else "none"
 
 
 def model_side(

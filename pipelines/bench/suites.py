@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from visalign.data.assets import assets_folder
-from visalign.data.sets.prompt_files import is_prompt_source, load_prompts
+from visalign.data.sets.prompt_files import Edits, is_prompt_source, load_prompts
 from visalign.data.sets.tables import read_rows, require_columns
 from visalign.errors import UserError, suggestion
 from visalign.pipelines.shared.parts import check_texts
@@ -46,8 +46,12 @@ def read_suite(name: str) -> Suite:
     return Suite(**yaml.safe_load(suite_files()[name].read_text("utf-8")))
 
 
-def load_suite(text: str, limit: int | None = None) -> tuple[Suite, Sequence[Mapping[str, Any]]]:
+def load_suite(
+    text: str, limit: int | None = None, edits: Edits = "none"
+) -> tuple[Suite, Sequence[Mapping[str, Any]]]:
     """Load NAME, NAME:FILE, or any set of prompts; of its records `limit`, evenly, since categories follow each other.
+
+    With `edits` a record's "source" is an image to edit, as `load_prompts` has it.
 
     >>> [record["prompt"] for record in load_suite("world", limit=2)[1]]
     ['a square', 'a purple square below an orange circle']
@@ -71,7 +75,7 @@ def load_suite(text: str, limit: int | None = None) -> tuple[Suite, Sequence[Map
         raise UserError(f"There is no suite '{text}'. {hint}")
     packaged = files["world"].parent / str(suite.prompts)
     source = file or (str(packaged) if packaged.is_file() else str(suite.prompts))
-    records = _graphs(source, suite) if suite.has_graph else load_prompts(source, names=suite.fields)
+    records = _graphs(source, suite) if suite.has_graph else load_prompts(source, edits=edits, names=suite.fields)
     count = min(limit or len(records), len(records))
     records = [{"tag": "untagged", **records[i * len(records) // count]} for i in range(count)]
     return suite, check_texts([record | {"tag": suite.tag.format(**record)} for record in records])

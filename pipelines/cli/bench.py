@@ -70,7 +70,7 @@ def bench(
     with user_messages(resume=resume_line(resume)), Progress(console=Console(stderr=True), transient=True) as progress:
         from visalign.pipelines.bench.job import IMAGES, run_bench
         from visalign.pipelines.bench.result import PAGE
-        from visalign.pipelines.bench.sides import folder_sides, model_side
+        from visalign.pipelines.bench.sides import folder_sides, model_side, suite_edits
         from visalign.pipelines.bench.suites import load_suite
         from visalign.pipelines.shared.reward_options import load_each, reward_options
         from visalign.pipelines.shared.run_folder import check_run_folder
@@ -83,7 +83,8 @@ def bench(
             raise UserError(f"{unused[0]} belongs to models, and --images draws nothing. Leave one of the two out.")
         if lora and len(models) > 1:
             raise UserError(f"--lora belongs to one MODEL, and {len(models)} are named. Write MODEL,lora=PATH.")
-        rule, records = (None, []) if images and suite is None else load_suite(suite or "world", limit)
+        edits = "none" if images else suite_edits(models)
+        rule, records = (None, []) if images and suite is None else load_suite(suite or "world", limit, edits)
         names: list[str] = list(dict.fromkeys([*(rule.rewards if rule else ()), *(reward or [])]))
         if not names:
             raise UserError("Nothing scores the images: without the rule of a suite name a reward, such as -r hpsv3.")

@@ -16,6 +16,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from tests.support.evaluation_samples import make_result
+from tests.support.models.pipelines import tiny_folder
 from tests.support.models.sd3 import build_tiny_sd3
 from visalign.errors import UserError
 from visalign.evaluation.heldout.images import evaluate
@@ -204,6 +205,18 @@ def test_refusals(tmp_path: Path, arguments: list[str], message: str) -> None:
     result = run(*arguments, "-o", tmp_path / "out")
     assert result.exit_code == 2 and message in " ".join(result.output.split()), result.output
     assert not (tmp_path / "out" / "bench.json").exists()
+
+
+def test_a_model_that_edits_draws_each_source(tmp_path: Path) -> None:
+    model = f"{tiny_folder('flux_kontext', tmp_path / 'model')},image_size=16,call={{_auto_resize: false}},name=edits"
+    for name in ("dark", "light"):
+        Image.new("RGB", (16, 16), {"dark": "black", "light": "white"}[name]).save(tmp_path / f"{name}.png")
+    records = [{"prompt": "make it blue", "source": str(tmp_path / f"{name}.png")} for name in ("dark", "light")]
+    (suite := tmp_path / "edits.jsonl").write_text("\n".join(map(json.dumps, records)))
+    result = run(model, "--suite", suite, "-r", "jpeg_size", "--steps", 1, "-o", tmp_path / "out")
+    assert result.exit_code == 0 and len([*(tmp_path / "out/images/edits").glob("*.png")]) == 2, result.output
+    result = run(model, "--suite", "world", "-o", tmp_path / "refused")
+    assert "has no images, and the model edits one" in " ".join(result.output.split())
 
 
 def test_questions_need_a_model_that_answers(tmp_path: Path) -> None:
