@@ -7,11 +7,12 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from pydantic.dataclasses import dataclass
 
 from visalign.flow.transitions import Solver
+from visalign.memory import AutoCount
 from visalign.pipelines.shared.sections import (
     Dtype,
     HeldoutConfig,
@@ -83,8 +84,9 @@ class ModelConfig:
     """false leaves the third text encoder out where the model has one."""
     image_size: Side | tuple[Side, Side] | None = None
     """Pixels per side, or [height, width]; null: the model's own."""
-    decode_batch: Count | None = None
-    """Latents per pass of the autoencoder; memory only. null: 32 of the adapter sd3, 8 of pipeline."""
+    decode_batch: AutoCount | None = None
+    """Latents per pass of the autoencoder; memory only. null: 32 of the adapter sd3, 8 of pipeline; auto: measured
+    as rollout.batch_size."""
     max_sequence_length: Count = 256
     """Tokens of the T5 part of the context."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -193,6 +195,9 @@ class ComparisonConfig:
     """Labels of terms that stay plain scores beside the win rates, e.g. a CLIP score that is only added."""
 
 
+_BATCHES = ("rollout", "batch_size"), ("optimizer", "micro_batch"), ("model", "decode_batch")
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class FlowGRPOConfig:
     """A Flow-GRPO job: model, prompts, rewards, and how to train."""
@@ -241,6 +246,21 @@ class FlowGRPOConfig:
         self.evaluation.check_rewards(*self.rewarded)
 
     @property
+    def auto_batches(self) -> list[str]:
+        """Settings of batches that are auto."""
+        return [f"{part}.{name}" for part, name in _BATCHES if getattr(getattr(self, part), name) == "auto"]
+
+    def with_batches(self, numbers: Mapping[str, int | None] | None = None) -> Self:
+        """Replace each auto by its number, setting -> number; by the setting's default where it has none."""
+        config = self
+        for key in self.auto_batches:
+            part, name = key.split(".")
+            section = getattr(config, part)
+            number = (numbers or {}).get(key, getattr(type(section), name))
+            config = replace(config, **{part: replace(section, **{name: number})})
+        return config
+
+    @property
     def rewarded(self) -> Mapping[str, RewardTerm]:
         """label -> reward that samples are given."""
         return {} if self.learns_unrewarded else self.rewards.terms
@@ -287,6 +307,13 @@ def _broken_rules(s: FlowGRPOConfig) -> Iterator[str]:
                 f"rewards.terms.{label}.options.over is sets, which parts the pairs of a group, and "
                 f"rollout.group_size is {s.rollout.group_size}. Set it to an even number."
             )
+    if s.auto_batches and s.run.sharding:
+        yield f"{s.auto_batches[0]} is auto, which is measured without run.sharding. Give a number."
+    if s.optimizer.micro_batch == "auto" and (s.objective.ascent or s.objective.few_step):
+        yield (
+            "optimizer.micro_batch is auto, which measures a forward and a backward of the network, and "
+            f"objective.algorithm={s.objective.algorithm} holds more than one. Give a number."
+        )
     if s.data.cycle is not None and not s.data.balance:
         yield "data.cycle orders the tags of a balanced set; set data.balance=true with it."
     if s.comparison is not None and s.comparison.budget is not None and s.comparison.hard:

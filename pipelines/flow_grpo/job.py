@@ -14,12 +14,15 @@ from visalign.adapters.model_folder import pipeline_index
 from visalign.data.assets import PACKAGED, resolve_model
 from visalign.data.sets.prompt_files import record_key
 from visalign.evaluation import HeldoutResult
+from visalign.model_files import read_object
 from visalign.pipelines.shared.grids import SampleGrids
 from visalign.pipelines.shared.job import PolicyRun, policy_run, result_folder, run_job
 from visalign.pipelines.shared.parts import build_accelerator, evenly_spaced
+from visalign.pipelines.shared.run_folder import BATCHES
 from visalign.training.diffusion.samples import Stored
 from visalign.training.loop.progress import POLICY_COLUMNS, SUPERVISED_COLUMNS
 
+from .batches import find_batches, note_batches
 from .config import FlowGRPOConfig, ModelConfig, PrefGRPOConfig, SFTImagesConfig
 from .encoded_cache import cached_latents, fill_prompts, open_prompts
 from .inputs import Inputs, prepare
@@ -34,8 +37,11 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
     accelerator = build_accelerator(config, output)
     inputs = prepare(config, accelerator.num_processes, str(accelerator.device))
     prompt_cache = open_prompts(config, [*inputs.records, *inputs.heldout], accelerator.device.type)
-    policy = build_policy(config.model, accelerator.device, config.seed, prompt_cache)
+    policy = build_policy(config.with_batches().model, accelerator.device, config.seed, prompt_cache)
     notes = inputs.notes if prompt_cache is None else (*inputs.notes, fill_prompts(policy, prompt_cache, accelerator))
+    known = read_object(output / BATCHES) if (output / BATCHES).is_file() else {}
+    batches = find_batches(config, policy, inputs, accelerator, known)
+    config, notes = config.with_batches(batches), (*notes, *note_batches(batches, accelerator.device))
     algorithm = _build_algorithm(config, policy, inputs, accelerator, output)
     rollout, evaluation, row = config.rollout, config.evaluation, config.objective.regression
     sampling = {"steps": rollout.steps, "timestep_schedule": rollout.timestep_schedule}
@@ -70,6 +76,7 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
         counts=_image_counts,
         heldout_trained_on=inputs.heldout_trained_on,
         grids=grids,
+        batches=batches,
     )
 
 

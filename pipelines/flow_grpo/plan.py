@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +42,7 @@ COMPILED_SAVES = ", a quarter of the activations, which compiled blocks do not k
 
 def plan(config: FlowGRPOConfig, *, measure: bool = True) -> dict[str, Any]:
     """Compute batch arithmetic and cost of a job, and with `measure` its seconds from timed passes."""
+    config = config.with_batches()
     groups, inputs = _arithmetic(config)
     if measure:
         batch = groups["batch"]
@@ -54,6 +54,7 @@ def plan(config: FlowGRPOConfig, *, measure: bool = True) -> dict[str, Any]:
 
 def estimate(config: FlowGRPOConfig) -> dict[str, Any]:
     """Compute batch arithmetic, memory, forward-equivalents and hours by device without loading a model."""
+    config = config.with_batches()
     groups, inputs = _arithmetic(config)
     return {**groups, **_footprint(config, inputs, groups)}
 
@@ -66,7 +67,7 @@ def _arithmetic(config: FlowGRPOConfig) -> tuple[dict[str, Any], Inputs]:
     images = rollout.prompts_per_iteration * rollout.group_size
     rounds = config.dynamic.max_rounds if config.dynamic.enabled else 1
     references, replay = _reference_images(config, inputs, rounds), config.self_imitation
-    pairs = round(images * _image_passes(config).trained)
+    pairs = round(images * image_passes(config).trained)
     pairs_per_update = pairs / optimizer.updates_per_iteration
     updates = config.objective.epochs * optimizer.updates_per_iteration
     during = len(evenly_spaced(inputs.heldout, evaluation.prompts_on_the_way))
@@ -80,7 +81,7 @@ def _arithmetic(config: FlowGRPOConfig) -> tuple[dict[str, Any], Inputs]:
             "pairs_per_iteration": pairs,
             "updates_per_iteration": updates,
             "pairs_per_update": pairs_per_update,
-            "micro_batches_per_update": math.ceil(pairs_per_update / world / optimizer.micro_batch),
+            "micro_batches_per_update": math.ceil(pairs_per_update / world / int(optimizer.micro_batch)),
             "iterations": iterations,
             "images": images * rounds * iterations,
             **({"reference_images": references} if references else {}),
@@ -134,7 +135,7 @@ def planned_cost(
 
     Of `rounds` one is trained on; per image `references` are drawn besides, and `replayed` are trained on again.
     """
-    rollout, objective, passes = config.rollout, config.objective, _image_passes(config)
+    rollout, objective, passes = config.rollout, config.objective, image_passes(config)
     measured = 0.0
     if objective.balance_every:
         rewards = sum(term.largest_weight > 0 for term in config.rewards.terms.values())
@@ -165,7 +166,7 @@ class ImagePasses(NamedTuple):
     before_update: int  # Passes over all trained steps, see `FlowGRPO.collect`
 
 
-def _image_passes(config: FlowGRPOConfig) -> ImagePasses:
+def image_passes(config: FlowGRPOConfig) -> ImagePasses:
     rollout, settings = config.rollout, config.objective
     if (ascent := settings.ascent) is not None:  # its samples carry the gradient: no replay, no old policy
         return ImagePasses(*ascent.counted(rollout.steps), float(ascent.kl > 0), 0)
@@ -215,7 +216,7 @@ def _timed_run(
     if config.rollout.image_sizes:
         by_size = [_seconds_per_sample(policy, probe, size) for size in config.rollout.image_sizes]
     sample, train, decode = (sum(seconds) / len(by_size) for seconds in zip(*by_size, strict=True))
-    passes = _image_passes(config)
+    passes = image_passes(config)
     epoch = train + passes.other_policies * sample
     per_step = passes.before_update * sample + config.objective.epochs * epoch
     drawn = passes.sampled * sample + (1 + config.rollout.scouts_per_image) * decode
@@ -238,30 +239,45 @@ def _seconds_per_sample(policy: Any, records: Records, size: Any = None) -> list
     if size is not None:
         policy.image_size = size
     condition = policy.encode(encoder_inputs(policy, records))
-    count, generator = len(condition), torch.Generator().manual_seed(0)
-    x = torch.randn(count, *policy.latent_shape, generator=generator).to(policy.device, policy.storage_dtype)
-    sigma = torch.full((count,), 0.5, device=policy.device)
-
-    def forward() -> None:
-        with torch.no_grad():
-            policy.velocity(x, sigma, condition)
-
-    def both() -> None:
-        policy.velocity(x, sigma, condition).square().mean().backward()
-        for _, parameter in policy.trainable_parameters():
-            parameter.grad = None
-
-    seconds = []
-    for work in (forward, both, partial(policy.decode, x)):
+    count, seconds, x = len(condition), [], blank_latents(policy, len(condition))
+    for work in (forward_pass, training_pass, decoding_pass):
         times = []
         for _ in range(4):  # the first warms up
             begin = time.perf_counter()
-            work()
+            work(policy, condition, x)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             times.append(time.perf_counter() - begin)
         seconds.append(min(times[1:]) / count)
     return seconds
+
+
+def blank_latents(policy: Any, count: int) -> torch.Tensor:
+    """Draw latents for `count` samples, the same in each call."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(count, *policy.latent_shape, generator=generator)
+    return x.to(policy.device, policy.storage_dtype)
+
+
+def forward_pass(policy: Any, condition: Any, x: torch.Tensor) -> torch.Tensor:
+    """Compute the velocity of latents without gradient."""
+    with torch.no_grad():
+        return policy.velocity(x, torch.full((len(x),), 0.5, device=x.device), condition)
+
+
+def training_pass(policy: Any, condition: Any, x: torch.Tensor) -> torch.Tensor:
+    """Compute the velocity of latents and its backward, and throw the gradient away."""
+    v = policy.velocity(x, torch.full((len(x),), 0.5, device=x.device), condition)
+    v.square().mean().backward()
+    for _, parameter in policy.trainable_parameters():
+        parameter.grad = None
+    return v.detach()
+
+
+def decoding_pass(policy: Any, _: Any, x: torch.Tensor) -> torch.Tensor:
+    """Decode latents."""
+    with torch.no_grad():
+        return policy.decode(x)
 
 
 # Memory and hours, from shapes only
@@ -287,7 +303,7 @@ def _footprint(config: FlowGRPOConfig, inputs: Inputs, groups: Mapping[str, Any]
     batch, evaluated = groups["batch"], groups["evaluation"]["images"]
     world, all_images = batch["processes"], batch["images"]
     images = all_images / batch["iterations"]
-    pairs = min(config.optimizer.micro_batch, math.ceil(batch["pairs_per_update"] / world))
+    pairs = min(int(config.optimizer.micro_batch), math.ceil(batch["pairs_per_update"] / world))
     try:
         with hollow_pipelines() as trace:
             policy, own_size, passes = _hollow_passes(config, inputs.records[0], pairs, trace)
@@ -302,7 +318,7 @@ def _footprint(config: FlowGRPOConfig, inputs: Inputs, groups: Mapping[str, Any]
         visits = images / config.rollout.group_size * min(references.every or math.inf, batch["iterations"])
         stored = references.keep * min(len(inputs.records), visits) * _image_numbers(policy)
         details["reference_images_in_CPU_memory_and_a_checkpoint"] = stored / GB
-    cost, trained = groups["cost"]["forward_equivalents_per_image"], _image_passes(config).trained
+    cost, trained = groups["cost"]["forward_equivalents_per_image"], image_passes(config).trained
     trained_images = batch["images_per_iteration"] * batch["iterations"]
     recomputed = trained * trained_images * config.objective.epochs * any(p.largest_block for p in passes)
     guided = policy.guided if hasattr(policy, "guided") else policy.guidance != 1
@@ -387,7 +403,7 @@ def _memory(config: Any, policy: Any, images: float, passes: list[Pass]) -> tupl
     """Compute (GB of a process by part, the parts that are weights of the trained network, GB in CPU memory)."""
     from visalign.training.diffusion.merging import mergeable_adapters
 
-    objective, rollout, optimizer = config.objective, config.rollout, config.optimizer
+    objective, rollout = config.objective, config.rollout
     weights = [weight for _, weight in policy.trainable_parameters()]
     trained_ids = {id(weight) for weight in weights}
     memory, network, offloaded = dict[str, float](), ["trained_weights"], dict[bool, float]()
@@ -401,21 +417,8 @@ def _memory(config: Any, policy: Any, images: float, passes: list[Pass]) -> tupl
             key = f"{name}, {dtype_name(part, trained_ids)}"
             memory[key] = size / GB
             network += [key] * (name in _networks(policy))
-    row, ascent, few_step = objective.regression, objective.ascent, objective.few_step
-    updates = objective.epochs * optimizer.updates_per_iteration  # in the first of them the policy is the old one
-    keeps_old = row is not None and row.anchor == "old" and (row.keeps_old or updates > 1)
-    copies = (config.model.lora is None) + keeps_old + len(set((objective.experts or {}).values()))
-    weights *= 1 if few_step is None else 1 + len(few_step.roles)
-    memory |= trained_memory(weights, ema=bool(optimizer.ema_decay), copies=copies, optimizer=optimizer.name)
-
-    # rollout records: the latents as stored, and per recorded step x and x' as stored and the mean in float32
-    recorded = (ascent or few_step) is None if row is None else row.visited
-    steps = (rollout.sde_window or len(rollout.stochastic)) if recorded else 0
-    steps = rollout.steps if few_step is not None else steps  # x before each, and the velocity in float32
-    width = policy.storage_dtype.itemsize
-    numbers = images * math.prod(policy.latent_shape)
-    memory["rollout_records"] = numbers * (width + steps * (2 * width + 4)) / GB
-
+    memory |= training_adds(config, policy, images)
+    ascent = objective.ascent
     graphs = 1 if ascent is None or ascent.stop_range else min(ascent.last, rollout.steps)
     largest, block = max(p.activations for p in passes), max(p.largest_block for p in passes)
     activations = memory["activations_of_a_micro_batch"] = (largest * graphs + block) / GB
@@ -427,3 +430,23 @@ def _memory(config: Any, policy: Any, images: float, passes: list[Pass]) -> tupl
         merged = sum(layer.get_base_layer().weight.nbytes for layer in mergeable_adapters(policy.module))
         memory["merged_adapters"] = max(0.0, merged / GB - activations)
     return memory, network, sum(offloaded.values())
+
+
+def training_adds(config: FlowGRPOConfig, policy: Any, images: float) -> dict[str, float]:
+    """Compute the GB of `trained_memory` and of the records of sampled images, by part."""
+    objective, rollout, optimizer = config.objective, config.rollout, config.optimizer
+    weights = [weight for _, weight in policy.trainable_parameters()]
+    row, ascent, few_step = objective.regression, objective.ascent, objective.few_step
+    updates = objective.epochs * optimizer.updates_per_iteration  # in the first of them the policy is the old one
+    keeps_old = row is not None and row.anchor == "old" and (row.keeps_old or updates > 1)
+    copies = (config.model.lora is None) + keeps_old + len(set((objective.experts or {}).values()))
+    weights *= 1 if few_step is None else 1 + len(few_step.roles)
+    memory = trained_memory(weights, ema=bool(optimizer.ema_decay), copies=copies, optimizer=optimizer.name)
+
+    # rollout records: the latents as stored, and per recorded step x and x' as stored and the mean in float32
+    recorded = (ascent or few_step) is None if row is None else row.visited
+    steps = (rollout.sde_window or len(rollout.stochastic)) if recorded else 0
+    steps = rollout.steps if few_step is not None else steps  # x before each, and the velocity in float32
+    width = policy.storage_dtype.itemsize
+    numbers = images * math.prod(policy.latent_shape)
+    return memory | {"rollout_records": numbers * (width + steps * (2 * width + 4)) / GB}

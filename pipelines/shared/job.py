@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,6 +67,7 @@ class Job(ABC):
     fingerprints: Mapping[str, str]
     """Data -> SHA-256 of its content: a resume on other content is refused, as on other code."""
     next_command: Sequence[str]  # Command line that uses the result
+    batches: Mapping[str, int | None] = field(default_factory=dict)  # Batch that is auto -> its number
 
     @abstractmethod
     def before(self) -> Any:
@@ -115,7 +116,7 @@ def run_job(config: Any, output: Path, resume: bool = False, *, build: Callable[
         if resume:
             check_unchanged(output, prints)
         if accelerator.is_main_process:
-            write_beginning(output, config, prints)
+            write_beginning(output, config, prints, job.batches)
             ending.push(partial(record_end, output))
         accelerator.wait_for_everyone()  # the files of the beginning are there for all
         if config.run.trackers:

@@ -8,7 +8,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from visalign.training.loop.adamw_8bit import moment_bytes
 from visalign.training.loop.optimizer import AdamWSettings
+
+T = TypeVar("T")
 
 GB = 1e9
 PEAK_SHARES = {
@@ -143,23 +145,23 @@ def judge_bytes(judges: Mapping[str, Any]) -> tuple[int, list[str]]:
     """Sum the bytes of the rewards' networks, each once, and name the rewards that load theirs later."""
     networks, later = set[nn.Module](), []
     for label, judge in judges.items():
-        loaded = {*_networks(judge, set())}
+        loaded = {*parts_of(judge, nn.Module, set())}
         networks |= loaded
         if not loaded and "device" in inspect.signature(type(judge)).parameters:
             later.append(f"the network of {label}")
     return sum(map(weight_bytes, networks)), later
 
 
-def _networks(value: Any, visited: set[int]) -> Iterator[nn.Module]:
-    """Yield the modules in the attributes and containers of an object of this package."""
-    if isinstance(value, nn.Module):
+def parts_of(value: Any, kind: type[T], visited: set[int]) -> Iterator[T]:
+    """Yield what is of a kind in the attributes and containers of an object of this package."""
+    if isinstance(value, kind):
         yield value
     elif id(value) not in visited:
         visited.add(id(value))
         is_ours = type(value).__module__.startswith("visalign")
         inner = value if isinstance(value, Mapping) else getattr(value, "__dict__", {}) if is_ours else {}
         for entry in value if isinstance(value, list | tuple) else inner.values():
-            yield from _networks(entry, visited)
+            yield from parts_of(entry, kind, visited)
 
 
 def training_memory(network: Any, optimizer: AdamWSettings) -> tuple[dict[str, float], list[str]]:

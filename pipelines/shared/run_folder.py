@@ -22,6 +22,7 @@ from visalign.locks import LOCK, check_unlocked, hold_lock
 from visalign.model_files import read_object
 
 FINGERPRINTS = "inputs.json"  # File of a run folder: what was read -> SHA-256 of its content
+BATCHES = "batches.json"  # File of a run folder: batch that is auto -> its number
 END = "ended.txt"
 """File of a run folder whose last process ended before the result: `interrupted` or `failed`, then why."""
 
@@ -108,10 +109,14 @@ def check_unchanged(output: Path, fingerprints: Mapping[str, str]) -> None:
         check_same_config(saved, known, where=f"the run in '{output}' (SHA-256 of its inputs)")
 
 
-def write_beginning(output: Path, config: Any, fingerprints: Mapping[str, str]) -> None:
-    """Write the run's copy of its configuration, which can be run again, and the hashes of its inputs."""
+def write_beginning(
+    output: Path, config: Any, fingerprints: Mapping[str, str], batches: Mapping[str, int | None] | None = None
+) -> None:
+    """Write the run's copy of its configuration, which can be run again, the hashes of its inputs, and its batches."""
     write_config(output, config)
     write_once(output / FINGERPRINTS, json.dumps(dict(fingerprints), indent=1, sort_keys=True) + "\n")
+    if batches:
+        write_once(output / BATCHES, json.dumps(dict(batches), indent=1) + "\n")
     (output / END).unlink(missing_ok=True)
 
 

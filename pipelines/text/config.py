@@ -26,7 +26,7 @@ from visalign.pipelines.shared.sections import (
 )
 from visalign.precision import Autocast
 from visalign.schema import STRICT
-from visalign.settings import Count, Finite, Natural, NonNegative, Positive, refuse
+from visalign.settings import Count, Finite, Natural, NonNegative, Positive, refuse, settings
 from visalign.training.loop.dynamic_groups import DynamicSettings
 from visalign.training.loop.monitor import MonitorSettings
 from visalign.training.loop.optimizer import OptimizerSettings
@@ -40,9 +40,16 @@ from visalign.training.text.settings import (
     TextRolloutSettings,
 )
 
-text_optimizer = partial(
-    OptimizerSettings, weight_decay=0.0, updates_per_iteration=1, micro_batch=32, ema_decay=0.0, ema_every=1
-)
+
+@settings("optimizer")
+class TextOptimizerSettings(OptimizerSettings):
+    """Optimizer of a text policy."""
+
+    micro_batch: Count = 32
+    """Texts that go through the network together; bounds memory only."""
+
+
+text_optimizer = partial(TextOptimizerSettings, weight_decay=0.0, updates_per_iteration=1, ema_decay=0.0, ema_every=1)
 """Optimizer of a text policy, given its learning rate."""
 
 
@@ -293,7 +300,7 @@ class TextConfig:
     """RLFR's rewards of tokens by a flow over hidden states; {} has the paper's numbers, null: none."""
     objective: TextObjectiveSettings = field(default_factory=TextObjectiveSettings)
     """Loss."""
-    optimizer: OptimizerSettings = field(default_factory=lambda: text_optimizer(lr=1e-5))
+    optimizer: TextOptimizerSettings = field(default_factory=lambda: text_optimizer(lr=1e-5))
     """Optimizer; micro_batch counts completions, ema_decay 0 leaves averaging out."""
     evaluation: TextEvaluationConfig = field(default_factory=TextEvaluationConfig)
     """Evaluation before, during, and after training."""

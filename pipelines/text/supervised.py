@@ -20,10 +20,9 @@ from visalign.pipelines.shared.job import PolicyRun, run_job
 from visalign.pipelines.shared.parts import Records, build_accelerator, ends_by, name_key, own_heldout, split_records
 from visalign.schema import STRICT
 from visalign.settings import Count, Finite
-from visalign.training.loop.optimizer import OptimizerSettings
 from visalign.training.text.dpo import DPOSettings
 
-from .config import HeldoutPromptsConfig, SupervisedConfig, text_optimizer
+from .config import HeldoutPromptsConfig, SupervisedConfig, TextOptimizerSettings, text_optimizer
 from .job import planned_evaluation, text_run
 from .parts import TextInputs, build_text_policy, heldout_inputs, text_demonstrations, text_records
 
@@ -92,7 +91,7 @@ class TextSFTConfig(SupervisedConfig):
 
     data: DemonstrationsDataConfig = field(default_factory=DemonstrationsDataConfig)
     """Demonstrations."""
-    optimizer: OptimizerSettings = field(default_factory=lambda: text_optimizer(lr=1e-4))
+    optimizer: TextOptimizerSettings = field(default_factory=lambda: text_optimizer(lr=1e-4))
     """Optimizer; micro_batch counts demonstrations, ema_decay 0 leaves averaging out."""
 
 
@@ -106,7 +105,7 @@ class TextDPOConfig(SupervisedConfig):
     """Completions."""
     loss: DPOSettings = field(default_factory=DPOSettings)
     """Loss."""
-    optimizer: OptimizerSettings = field(default_factory=lambda: text_optimizer(lr=1e-5))
+    optimizer: TextOptimizerSettings = field(default_factory=lambda: text_optimizer(lr=1e-5))
     """Optimizer; micro_batch counts pairs or votes, ema_decay 0 leaves averaging out."""
 
 

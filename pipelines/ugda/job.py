@@ -260,7 +260,7 @@ def sample_settings(config: UGDAConfig, lora: Path | None) -> SampleSettings:
         seeds=range(config.labels.images),
         steps=policy.rollout.steps,
         timestep_schedule=policy.rollout.timestep_schedule,
-        batch_size=policy.rollout.batch_size,
+        batch_size=policy.with_batches().rollout.batch_size,
         dtype=policy.model.dtype,
         options=options,
     )

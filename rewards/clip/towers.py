@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from visalign.interfaces import Metadata, RewardCapabilities, Scores
+from visalign.memory import BatchSize
 from visalign.rewards.base.contract import (
     Request,
     check_choices,
@@ -30,7 +31,14 @@ from visalign.rewards.weights.feature_cache import FeatureCache, encode_once, im
 from visalign.rewards.weights.fingerprints import WeightPrint, evaluation_mode, weight_state
 from visalign.rewards.weights.hub import revision_of
 from visalign.rewards.weights.resize import SETTINGS as PREPROCESSING
-from visalign.rewards.weights.resize import batch_levels, fitting_images, model_levels, model_pixels, normalised
+from visalign.rewards.weights.resize import (
+    batch_levels,
+    fitting_images,
+    model_levels,
+    model_pixels,
+    normalised,
+    target_shape,
+)
 
 from .encoder import ClipEncoder, ClipParts
 from .loading import load_clip
@@ -49,7 +57,7 @@ class ClipTowers:
         model: what `load_clip` takes, or a model that is loaded already.
         precision: of the towers: "fp32", "bf16", "fp16", or "auto": "bf16" on a GPU that multiplies it, else "fp32".
             Cosines are float32 always.
-        batch_size: images or prompts in one forward pass.
+        batch_size: images or prompts in one forward pass; "auto" measures how many fit a GPU, and is 64 elsewhere.
         cache_bytes: limit of the stored features of images, and again of texts; 0 stores nothing.
         load: makes the model of a precision instead of `load_clip`.
         preprocess: replaces entries of the model's own preprocessing; `weights.resize.SETTINGS` lists them.
@@ -61,18 +69,18 @@ class ClipTowers:
         *,
         device: str | torch.device = "cpu",
         precision: str = "auto",
-        batch_size: int = 64,
+        batch_size: int | Literal["auto"] = 64,
         cache_bytes: int = IMAGE_CACHE_BYTES,
         load: Callable[[str], ClipParts] | None = None,
         preprocess: Mapping[str, Any] | None = None,
     ) -> None:
-        check_counts("ClipTowers", batch_size=batch_size)
+        check_counts("ClipTowers", batch_size=None if batch_size == "auto" else batch_size)
         for key in preprocess or {}:
             check_choices("ClipTowers", preprocess=(key, PREPROCESSING))
         self.source = str(model.folder or "") if isinstance(model, ClipParts) else str(model)
         self.precision = precision_on(device, precision)
         dtype_of(self.precision)  # refuses unknown ones before anything is loaded
-        self.batch_size = batch_size
+        self.batch = BatchSize(batch_size, self._encode_blank, default=64)
         self.images = FeatureCache(cache_bytes)
         self.texts = FeatureCache(cache_bytes)
         self._changes = dict(preprocess or {})
@@ -90,6 +98,16 @@ class ClipTowers:
             parts = self._load(self.precision)
             self._print = WeightPrint(parts.encoder, parts.weights)  # its weights are now those of the files
             return parts
+
+    @property
+    def batch_size(self) -> int:
+        """Images or prompts in one forward pass."""
+        return self.batch.read()
+
+    def _encode_blank(self, count: int) -> Tensor:
+        with self._judging():
+            blank = torch.zeros(count, 3, *target_shape(self.preprocess), device=self.encoder.device)
+            return self.encoder.encode_image(blank)
 
     @cached_property
     def preprocess(self) -> dict[str, Any]:

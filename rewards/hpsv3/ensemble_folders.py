@@ -22,7 +22,7 @@ from torch import Tensor
 from visalign.atomic import umask_permissions
 from visalign.data.assets import PACKAGED, assets_folder, resolve_model
 from visalign.model_files import read_object
-from visalign.rewards.base.contract import RewardError
+from visalign.rewards.base.contract import RewardError, check_counts
 from visalign.rewards.vlm.engine import VisionLanguageEngine
 from visalign.rewards.vlm.loading import ADAPTER, base_of
 from visalign.rewards.vlm.template import JudgeSettings
@@ -173,6 +173,7 @@ def build_ensemble(
 
     `max_tokens_per_batch` counts all members; `options` are those of `VisionLanguageEngine.from_pretrained`.
     """
+    check_counts(str(base), max_tokens_per_batch=max_tokens_per_batch)  # auto would measure a single member
     options = {"settings": settings, "positions": settings.positions, **options}
     budget = max(1, max_tokens_per_batch // max(1, len(tensors.get(TOKEN, ()))))
     engine = VisionLanguageEngine.from_pretrained(base, max_tokens_per_batch=budget, **options)

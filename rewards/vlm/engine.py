@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from visalign.interfaces import RewardCapabilities
-from visalign.rewards.base.contract import RewardError
+from visalign.rewards.base.contract import RewardError, check_counts
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.weights.checkpoint_files import dtype_of
 from visalign.rewards.weights.fingerprints import WeightPrint
@@ -69,7 +69,8 @@ class VisionLanguageEngine:
         name: folder name or hub id, for the identity.
         positions: "mrope" or "1d"; that of the settings, else "mrope", when None. InternVL and SmolVLM have only "1d".
         settings: templates and further settings of the model's folder.
-        max_tokens_per_batch: tokens of one forward pass, with padding.
+        max_tokens_per_batch: tokens of one forward pass, with padding; "auto" measures how many fit a GPU, and is
+            8192 elsewhere.
         max_tokens: limit of one request; that of the model's config when None.
         feature_bytes: cache size for image features.
         weights: fingerprint of the weight files, for the identity; that of the weights in memory when "".
@@ -85,12 +86,14 @@ class VisionLanguageEngine:
         name: str = "model",
         positions: str | None = None,
         settings: JudgeSettings | None = None,
-        max_tokens_per_batch: int = 8192,
+        max_tokens_per_batch: int | Literal["auto"] = 8192,
         max_tokens: int | None = None,
         feature_bytes: int = 1 << 28,
         weights: str = "",
         **pixels: int,
     ) -> None:
+        number = None if max_tokens_per_batch == "auto" else max_tokens_per_batch
+        check_counts(name, max_tokens_per_batch=number)
         self.model, self.processor, self.name, self.revision = model, processor, name, ""
         self.set_fingerprint(weights)
         self.settings = settings or JudgeSettings()

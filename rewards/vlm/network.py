@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from visalign.memory import BatchSize
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.weights.feature_cache import FeatureCache
 from visalign.vision.images import ImageFeatures, insert_features
@@ -19,6 +20,7 @@ from .requests import ImageEncoder, PatchEncoder, SeenImage, SplitEncoder, TileE
 
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 TILES = {"internvl": TileEncoder, "smolvlm": SplitEncoder}  # Model types that read tiles; those of QWEN read patches
+BLANK = 512  # Tokens of a row in trials of the memory
 STRIP = 16384  # Rows of the head that are multiplied at a time when all are needed
 
 
@@ -50,9 +52,10 @@ class SeeingNetwork:
     """
 
     def __init__(
-        self, model: Any, images: ImageEncoder, *, positions: str, pad: int, max_tokens: int, feature_bytes: int
+        self, model: Any, images: ImageEncoder, *, positions: str, pad: int, max_tokens: int | str, feature_bytes: int
     ) -> None:
-        self.model, self.images, self.pad, self.max_tokens = model, images, pad, max_tokens
+        self.model, self.images, self.pad = model, images, pad
+        self.batch = BatchSize(max_tokens, self._read_blank, default=8192, unit=BLANK)
         self.trunk: Any = model.base_model
         self.language: Any = self.trunk.text_model if hasattr(self.trunk, "text_model") else self.trunk.language_model
         self.merge = images.merge if positions == "mrope" else 0
@@ -66,6 +69,17 @@ class SeeingNetwork:
         attention = getattr(text, "_attn_implementation", "sdpa")
         layers = getattr(text, "layer_types", None) or ["full_attention"]
         self.shares = attention in ("sdpa", "eager") and set(layers) == {"full_attention"}
+
+    @property
+    def max_tokens(self) -> int:
+        return self.batch.read()
+
+    @torch.no_grad()
+    def _read_blank(self, count: int) -> Tensor:
+        rows = [TokenRow((self.pad,) * BLANK, ())] * count
+        inputs = self.inputs(collate(pack_rows(rows, self.image_token), self.image_token, self.pad, self.merge))
+        # with the keys and values that written answers keep
+        return self.language(**inputs, attention_mask=None, use_cache=True).last_hidden_state
 
     @property
     def device(self) -> torch.device:

@@ -54,6 +54,18 @@ def test_neighbours_order_padding_and_batch_size_do_not_matter(kind) -> None:
     assert float((shuffled - alone[order]).abs().amax() / scale) <= 1e-6
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_automatic_limit_is_measured_in_rows_once(kind, monkeypatch) -> None:
+    assert tiny_judge(kind, max_tokens_per_batch="auto").network.max_tokens == 8192  # there is no GPU's memory
+    trials: list[int] = []
+    monkeypatch.setattr("visalign.memory.fit_batch", lambda work, most, **_: trials.append(len(work(2))) or 3)
+    judge = tiny_judge(kind, max_tokens_per_batch="auto")
+    assert judge.network.max_tokens == judge.network.max_tokens == 3 * 512
+    assert trials == [2]
+    with pytest.raises(ValueError, match=r"max_tokens_per_batch is 'all'; allowed are whole numbers"):
+        tiny_judge(kind, max_tokens_per_batch="all")
+
+
 def test_shared_beginnings_equal_separate_passes(monkeypatch) -> None:
     for kind in KINDS:
         judge, asks = tiny_judge(kind), asks_of_two()

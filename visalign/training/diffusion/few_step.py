@@ -198,9 +198,9 @@ class FewStepDistillation(ImageAlgorithm):
     ) -> Trajectory:
         """Sample the given rows along the ODE and keep their paths."""
         noise = initial_noise(self.sample_seeds(batch.sample_id[rows]), self.policy.latent_shape)
-        chunks, ends = first_latents(self.policy, noise, self.sigmas).split(self.rollout.batch_size), []
+        chunks, ends = first_latents(self.policy, noise, self.sigmas).split(self.batch_size), []
         with clock.phase("rollout"), torch.no_grad(), self.accelerator.autocast():
-            for x, part in zip(chunks, torch.arange(len(rows)).split(self.rollout.batch_size), strict=True):
+            for x, part in zip(chunks, torch.arange(len(rows)).split(self.batch_size), strict=True):
                 path = []
                 for k in range(self.rollout.steps):
                     sigma, time = self._level(torch.full((len(x),), k), x)

@@ -195,7 +195,7 @@ class FlowGRPO(ImageAlgorithm):
                         trajectory.x[:, k],
                         sigmas=self.sigmas,
                         step=step,
-                        batch_size=self.rollout.batch_size,
+                        batch_size=self.batch_size,
                         solver=self.rollout.solver,
                     )
             scores = self.score(latents, images.records, run.clock)

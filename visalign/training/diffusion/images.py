@@ -119,6 +119,9 @@ class ImageAlgorithm(Algorithm):
         self.policy, self.seed, self.reward, self.sharding = policy, seed, reward, sharding
         self.settings = settings = objective or DiffusionObjectiveSettings(algorithm=self.default)
         self.rollout = rollout = rollout or RolloutSettings()
+        if rollout.batch_size == "auto":
+            raise UserError("rollout.batch_size is auto, which `visalign train` measures. Give a number here.")
+        self.batch_size = rollout.batch_size
         self.accelerator = get_accelerator(accelerator, policy)
         if settings.algorithm not in self.algorithms:
             raise UserError(
@@ -346,7 +349,7 @@ class ImageAlgorithm(Algorithm):
         """
         reward = self.scorer.reward.capabilities
         images, statistics = [], []
-        for chunk in latents.split(min(self.rollout.batch_size, len(latents))):
+        for chunk in latents.split(min(self.batch_size, len(latents))):
             with clock.phase("decode"), torch.no_grad(), self.accelerator.autocast():
                 decoded = decode_images(self.policy, chunk, clips=reward.takes_clips).float()
             statistics.append(self._statistics(decoded, clock) if measured else torch.zeros(len(chunk), 0))

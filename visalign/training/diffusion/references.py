@@ -64,7 +64,7 @@ class ReferenceImages:
             return
         algorithm.wait_for_rewards()  # the judge ranks next, and its references change
         own, chosen = due[process.process_index :: process.num_processes], dict[str, Tensor]()
-        size = max(1, algorithm.rollout.batch_size // self.count)
+        size = max(1, algorithm.batch_size // self.count)
         with algorithm.policy.reference() if self.every is None else nullcontext():
             for start in range(0, len(own), size):
                 prompts = own[start : start + size]
@@ -87,11 +87,11 @@ class ReferenceImages:
             for number in range(self.count)
         ]
         condition = algorithm.encode([record for record in records for _ in range(self.count)], clock)
-        options = {"batch_size": algorithm.rollout.batch_size, "solver": algorithm.rollout.solver}
+        options = {"batch_size": algorithm.batch_size, "solver": algorithm.rollout.solver}
         with clock.phase("rollout"), torch.no_grad(), algorithm.accelerator.autocast():
             latents = rollout(algorithm.policy, condition, sigmas=algorithm.sigmas, seeds=seeds, **options).latents
         with clock.phase("decode"), torch.no_grad(), algorithm.accelerator.autocast():
-            chunks = latents.split(algorithm.rollout.batch_size)
+            chunks = latents.split(algorithm.batch_size)
             return torch.cat([to_levels(decode_images(algorithm.policy, c, clips=False).float()) for c in chunks])
 
     def _drop(self, prompts: Iterable[str]) -> None:

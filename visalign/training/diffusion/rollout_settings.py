@@ -22,6 +22,7 @@ from visalign.flow.transitions import REPLACING, SHARES, Solver
 from visalign.flow.tree import tree_nodes
 from visalign.flow.windows import WindowOrder, window_steps
 from visalign.interfaces import RewardCapabilities
+from visalign.memory import AutoCount
 from visalign.seeds import sample_seed
 from visalign.settings import (
     Count,
@@ -103,8 +104,10 @@ class RolloutSettings:
     of their number. Evaluations use model.image_size. null: that one only."""
     log_prob_reduction: Literal["mean", "sum"] = "mean"
     """Log-probability of a step: "mean" over the latent's numbers, as published, or their "sum"."""
-    batch_size: Count = 64
-    """Samples that go through the network together while sampling; bounds memory only."""
+    batch_size: AutoCount = 64
+    """Samples that go through the network together while sampling; bounds memory only. auto: before training on a GPU
+    the batch is doubled until it would take 85 % of the free memory (of the largest of image_sizes); batches.json of
+    the run keeps the number. Without a GPU it is the default."""
     overlap: Count = 1
     """Chunks in which an iteration is sampled: while one is sampled, the previous one is scored in a thread.
     It helps where the reward runs elsewhere (a server, another GPU), and changes no sample."""

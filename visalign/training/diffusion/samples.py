@@ -103,8 +103,8 @@ def scout_pool(
     settings, policy, waiting = algorithm.rollout, algorithm.policy, []
     condition, group = algorithm.encode(records, clock), batch.group_id.tolist()
     sigmas = policy.sigmas(scout.steps, timestep_schedule=settings.timestep_schedule)
-    options = {"sigmas": sigmas, "batch_size": settings.batch_size, "solver": settings.solver}
-    for rows in algorithm.scorer.chunks(group, math.ceil(len(batch) / settings.batch_size), whole_groups=True):
+    options = {"sigmas": sigmas, "batch_size": algorithm.batch_size, "solver": settings.solver}
+    for rows in algorithm.scorer.chunks(group, math.ceil(len(batch) / algorithm.batch_size), whole_groups=True):
         seeds = algorithm.sample_seeds(batch.sample_id[rows])
         with clock.phase("rollout"), algorithm.accelerator.autocast():
             latents = rollout(policy, condition.select(rows), seeds=seeds, **options).latents

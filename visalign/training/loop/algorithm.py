@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from .optimizer import AdamWSettings, OptimizerSettings
+from .optimizer import AdamWSettings
 from .runtime import PhaseClock
 
 
@@ -57,7 +57,7 @@ class Context:
     @property
     def micro_batch(self) -> int:
         """Samples, or (sample, step) pairs, that go through the network together; bounds memory only."""
-        return getattr(self.optimizer, "micro_batch", OptimizerSettings.micro_batch)
+        return getattr(self.optimizer, "micro_batch", 64)
 
 
 class Algorithm(Protocol):

@@ -13,6 +13,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from visalign.errors import UserError
+from visalign.memory import AutoCount
 from visalign.settings import Count, Natural, NonNegative, Positive, Share, settings
 
 from .adamw_8bit import AdamW8bit, join_state, split_state
@@ -81,8 +82,9 @@ class OptimizerSettings(AdamWSettings):
 
     updates_per_iteration: Count = 2
     """Optimizer updates per iteration; each sees its own part of the samples."""
-    micro_batch: Count = 64
-    """(image, step) pairs or completions that go through the network together; bounds memory only."""
+    micro_batch: AutoCount = 64
+    """(image, step) pairs or completions that go through the network together; bounds memory only. auto, of images:
+    measured, see rollout.batch_size."""
     ema_decay: Beta = 0.9
     """Decay of the averaged weights, which are evaluated and saved as the result; 0 switches averaging off."""
     ema_every: Count = 8

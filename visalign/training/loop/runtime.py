@@ -14,6 +14,7 @@ import torch
 from torch import distributed
 
 from visalign.errors import UserError
+from visalign.memory import LESS_MEMORY
 
 
 def end_processes() -> None:
@@ -125,11 +126,7 @@ def explain_out_of_memory(clock: PhaseClock, values: Mapping[str, Any], free: Co
         request = _REQUEST.search(str(error))
         text = f"Out of memory {when}{f' ({request[0]})' if request else ''}. {key} is "
         if values[key] == 1:
-            raise OutOfMemory(
-                f"{text}1 already. Set model.gradient_checkpointing=true, optimizer.name=adamw_8bit, for images "
-                "model.offload=true, or model.dtype=bfloat16; train a LoRA; take smaller images (model.image_size, "
-                "rollout.image_sizes), or a larger device. `visalign plan` shows the memory of each."
-            ) from error
+            raise OutOfMemory(f"{text}1 already. {LESS_MEMORY}") from error
         current, lower = (values[key], values[key] // 2) if values[key] else ("null, the model's own number", 1)
         harmless, again = "", "and another --output: a run is resumed with the value that it started with."
         if key in free:
