@@ -23,24 +23,24 @@ LESS_MEMORY = (
 )
 
 
-def largest_batch(peak: Callable[[int], float], free: float, most: int) -> int:
-    """Double a batch, up to `most`, while it takes at most `SHARE` of the free bytes; 0 where not even one fits.
+def largest_batch(peak: Callable[[int], float], free: float, limit: int) -> int:
+    """Double a batch, up to `limit`, while it takes at most `SHARE` of the free bytes; 0 where not even one fits.
 
     `peak` measures the bytes that a batch takes, ∞ where memory ran out. A line through batches of one and two
     foretells the others, and the batch that it leads to is halved while it takes more.
     """
-    limit, one, size = SHARE * free, peak(1), 1
-    if one > free:
+    allowed, first, size = SHARE * free, peak(1), 1
+    if first > free:
         return 0
-    slope = peak(2) - one if most > 1 else 0.0
-    while size < most and one + (min(2 * size, most) - 1) * slope <= limit:
-        size = min(2 * size, most)
-    while size > 1 and peak(size) > limit:
+    slope = peak(2) - first if limit > 1 else 0.0
+    while size < limit and first + (min(2 * size, limit) - 1) * slope <= allowed:
+        size = min(2 * size, limit)
+    while size > 1 and peak(size) > allowed:
         size //= 2
     return size
 
 
-def fit_batch(work: Callable[[int], Tensor], most: int, *, reserved: float = 0.0, share: float = 1.0) -> int | None:
+def fit_batch(work: Callable[[int], Tensor], limit: int, *, reserved: float = 0.0, share: float = 1.0) -> int | None:
     """Measure `largest_batch` of a work on a GPU; None on another device, which the work's result names.
 
     Of the free bytes `reserved` are for what comes later, and a `share` of the rest may be used.
@@ -54,7 +54,7 @@ def fit_batch(work: Callable[[int], Tensor], most: int, *, reserved: float = 0.0
         return None
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = torch.cuda.mem_get_info(device)[0] + cached - reserved
-    size = largest_batch(partial(_peak_bytes, work, device), free * share, most)
+    size = largest_batch(partial(_peak_bytes, work, device), free * share, limit)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)  # a run's peak is its own
     return size
@@ -79,7 +79,7 @@ class BatchSize:
     `trial` runs a batch of so many, `default` of which are taken without a GPU; `unit` are tokens of an input.
     """
 
-    most = 1024
+    largest = 1024
 
     def __init__(self, size: int | str, trial: Callable[[int], Tensor], *, default: int, unit: int = 1) -> None:
         self.is_auto, self.number = size == "auto", None if size == "auto" else int(size)
@@ -95,5 +95,5 @@ class BatchSize:
 
     def measure(self, *, reserved: float = 0.0, share: float = 1.0) -> int:
         """Measure the number for `fit_batch`'s limits; 0 where not even one input fits."""
-        size = fit_batch(self.trial, self.most, reserved=reserved, share=share)
+        size = fit_batch(self.trial, self.largest, reserved=reserved, share=share)
         return self.default if size is None else size * self.unit

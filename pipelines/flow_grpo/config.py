@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import field, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -195,7 +196,7 @@ class ComparisonConfig:
     """Labels of terms that stay plain scores beside the win rates, e.g. a CLIP score that is only added."""
 
 
-_BATCHES = ("rollout", "batch_size"), ("optimizer", "micro_batch"), ("model", "decode_batch")
+_BATCHES = ("rollout.batch_size", "optimizer.micro_batch", "model.decode_batch")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -248,7 +249,7 @@ class FlowGRPOConfig:
     @property
     def auto_batches(self) -> list[str]:
         """Settings of batches that are auto."""
-        return [f"{part}.{name}" for part, name in _BATCHES if getattr(getattr(self, part), name) == "auto"]
+        return [key for key in _BATCHES if attrgetter(key)(self) == "auto"]
 
     def with_batches(self, numbers: Mapping[str, int | None] | None = None) -> Self:
         """Replace each auto by its number, setting -> number; by the setting's default where it has none."""

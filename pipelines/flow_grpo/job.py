@@ -39,8 +39,8 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
     prompt_cache = open_prompts(config, [*inputs.records, *inputs.heldout], accelerator.device.type)
     policy = build_policy(config.with_batches().model, accelerator.device, config.seed, prompt_cache)
     notes = inputs.notes if prompt_cache is None else (*inputs.notes, fill_prompts(policy, prompt_cache, accelerator))
-    known = read_object(output / BATCHES) if (output / BATCHES).is_file() else {}
-    batches = find_batches(config, policy, inputs, accelerator, known)
+    stored = read_object(output / BATCHES) if (output / BATCHES).is_file() else {}
+    batches = find_batches(config, policy, inputs, accelerator, stored)
     config, notes = config.with_batches(batches), (*notes, *note_batches(batches, accelerator.device))
     algorithm = _build_algorithm(config, policy, inputs, accelerator, output)
     rollout, evaluation, row = config.rollout, config.evaluation, config.objective.regression

@@ -6,11 +6,13 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from visalign.adapters.catalogue import has_two_halves
 from visalign.adapters.offload import ENCODERS, is_offloaded
@@ -239,12 +241,12 @@ def _seconds_per_sample(policy: Any, records: Records, size: Any = None) -> list
     if size is not None:
         policy.image_size = size
     condition = policy.encode(encoder_inputs(policy, records))
-    count, seconds, x = len(condition), [], blank_latents(policy, len(condition))
-    for work in (forward_pass, training_pass, decoding_pass):
+    count, seconds = len(condition), []
+    for work in network_passes(policy, condition):
         times = []
         for _ in range(4):  # the first warms up
             begin = time.perf_counter()
-            work(policy, condition, x)
+            work()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             times.append(time.perf_counter() - begin)
@@ -252,32 +254,24 @@ def _seconds_per_sample(policy: Any, records: Records, size: Any = None) -> list
     return seconds
 
 
-def blank_latents(policy: Any, count: int) -> torch.Tensor:
-    """Draw latents for `count` samples, the same in each call."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(count, *policy.latent_shape, generator=generator)
-    return x.to(policy.device, policy.storage_dtype)
+def network_passes(policy: Any, condition: Any) -> tuple[Callable[[], Tensor], ...]:
+    """Return functions that run a forward, a forward with backward, and a decoding of a condition's samples."""
+    count, generator = len(condition), torch.Generator().manual_seed(0)
+    x = torch.randn(count, *policy.latent_shape, generator=generator).to(policy.device, policy.storage_dtype)
+    sigma = torch.full((count,), 0.5, device=policy.device)
 
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return policy.velocity(x, sigma, condition)
 
-def forward_pass(policy: Any, condition: Any, x: torch.Tensor) -> torch.Tensor:
-    """Compute the velocity of latents without gradient."""
-    with torch.no_grad():
-        return policy.velocity(x, torch.full((len(x),), 0.5, device=x.device), condition)
+    def both() -> Tensor:
+        v = policy.velocity(x, sigma, condition)
+        v.square().mean().backward()
+        for _, parameter in policy.trainable_parameters():
+            parameter.grad = None
+        return v.detach()
 
-
-def training_pass(policy: Any, condition: Any, x: torch.Tensor) -> torch.Tensor:
-    """Compute the velocity of latents and its backward, and throw the gradient away."""
-    v = policy.velocity(x, torch.full((len(x),), 0.5, device=x.device), condition)
-    v.square().mean().backward()
-    for _, parameter in policy.trainable_parameters():
-        parameter.grad = None
-    return v.detach()
-
-
-def decoding_pass(policy: Any, _: Any, x: torch.Tensor) -> torch.Tensor:
-    """Decode latents."""
-    with torch.no_grad():
-        return policy.decode(x)
+    return forward, both, partial(policy.decode, x)
 
 
 # Memory and hours, from shapes only

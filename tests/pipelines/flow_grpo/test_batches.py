@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.support.models.sd3 import tiny_sd3_pipeline
+from tests.support.training.images import toy_trainer
 from visalign.config import load_config
 from visalign.errors import ConfigError, UserError
 from visalign.memory import largest_batch
@@ -26,7 +27,7 @@ AUTO = ("rollout.batch_size=auto", "optimizer.micro_batch=auto", "model.decode_b
 
 
 @pytest.mark.parametrize(
-    ("offset", "each", "most", "size"),
+    ("offset", "each", "limit", "size"),
     [
         (100, 50, 4096, 8),  # 100 + 8 · 50 ≤ 850 < 100 + 16 · 50
         (100, 50, 12, 12),  # no more than there are
@@ -37,8 +38,8 @@ AUTO = ("rollout.batch_size=auto", "optimizer.micro_batch=auto", "model.decode_b
         (0, math.inf, 8, 0),  # memory ran out
     ],
 )
-def test_the_batch_doubles_to_85_percent_of_the_free_memory(offset: float, each: float, most: int, size: int):
-    assert largest_batch(lambda count: offset + each * count, free=1000, most=most) == size
+def test_the_batch_doubles_to_85_percent_of_the_free_memory(offset: float, each: float, limit: int, size: int):
+    assert largest_batch(lambda count: offset + each * count, free=1000, limit=limit) == size
 
 
 def test_a_batch_that_takes_more_than_was_foretold_is_halved():
@@ -48,7 +49,7 @@ def test_a_batch_that_takes_more_than_was_foretold_is_halved():
         tried.append(count)
         return 100 + 10 * count + (math.inf if count > 32 else 1000 if count > 16 else 0)
 
-    assert largest_batch(peak, free=1000, most=4096) == 16
+    assert largest_batch(peak, free=1000, limit=4096) == 16
     assert tried == [1, 2, 64, 32, 16]
 
 
@@ -77,16 +78,16 @@ def test_each_batch_is_measured_by_its_own_pass_and_processes_take_the_smallest(
     """Memory for 6 samples without gradient, 3 pairs, 2 images, and 5 images of the judge, at 16² pixels."""
     measured: list[tuple[int, bool, float]] = []
 
-    def fit(work: Any, most: int, *, reserved: float, share: float) -> int:
+    def fit(work: Any, limit: int, *, reserved: float, share: float) -> int:
         before = policy.forward_count.forward, policy.forward_count.forward_backward
         work(2)
         kinds = policy.forward_count.forward - before[0], policy.forward_count.forward_backward - before[1]
-        measured.append((most, reserved > 0, share))
+        measured.append((limit, reserved > 0, share))
         return {(2, 0): 6, (0, 2): 3, (0, 0): 2}[kinds]
 
     monkeypatch.setattr(batches, "fit_batch", fit)
     monkeypatch.setattr("visalign.memory.fit_batch", lambda work, most, **_: len(work(5)))
-    monkeypatch.setattr(batches, "gather_object", lambda numbers: [*numbers, 4])
+    monkeypatch.setattr(batches, "gather_object", lambda numbers: [*numbers, dict.fromkeys(numbers[0], 4)])
     config = _config(model, "rollout.overlap=2")
     inputs = prepare(config, 1, "cpu")
     policy: Any = build_policy(config.with_batches().model, torch.device("cpu"), 0)
@@ -118,17 +119,21 @@ def test_a_resumed_run_has_the_batches_that_it_began_with(model, tmp_path, capsy
     summary = run(_config(model, "run.iterations=2"), tmp_path, resume=True)
     assert (summary["config"]["rollout"]["batch_size"], summary["config"]["optimizer"]["micro_batch"]) == (3, 5)
     shown = capsys.readouterr()
-    assert "auto: judge 1, of clip_score=64, rollout.batch_size=64" in " ".join((shown.out + shown.err).split())
+    assert "auto: rollout.batch_size=64, optimizer.micro_batch=64" in " ".join((shown.out + shown.err).split())
 
 
 def test_a_plan_has_the_defaults(model):
     assert plan(_config(model), measure=False)["batch"]["micro_batches_per_update"] == 1
 
 
-def test_what_cannot_be_measured_is_refused(model):
+def test_what_cannot_be_measured_is_refused(model, tmp_path):
     with pytest.raises(UserError, match=r"micro_batch is auto.*draft holds more than one"):
         _config(model, "objective.algorithm=draft")
     with pytest.raises(UserError, match=r"rollout.batch_size is auto, which is measured without run.sharding"):
         _config(model, "run.sharding=true")
     with pytest.raises(ConfigError, match=r"optimizer.micro_batch.*'auto' \(str\), expected"):
         load_config(TextGRPOConfig, None, ["optimizer.micro_batch=auto"])
+    with pytest.raises(UserError, match=r"rollout.batch_size is auto, which `visalign train` measures"):
+        toy_trainer(tmp_path, rollout={"batch_size": "auto"})
+    with pytest.raises(UserError, match=r"optimizer.micro_batch is auto, which `visalign train` measures"):
+        toy_trainer(tmp_path, optimizer={"micro_batch": "auto"})

@@ -119,9 +119,6 @@ class ImageAlgorithm(Algorithm):
         self.policy, self.seed, self.reward, self.sharding = policy, seed, reward, sharding
         self.settings = settings = objective or DiffusionObjectiveSettings(algorithm=self.default)
         self.rollout = rollout = rollout or RolloutSettings()
-        if rollout.batch_size == "auto":
-            raise UserError("rollout.batch_size is auto, which `visalign train` measures. Give a number here.")
-        self.batch_size = rollout.batch_size
         self.accelerator = get_accelerator(accelerator, policy)
         if settings.algorithm not in self.algorithms:
             raise UserError(
@@ -140,7 +137,7 @@ class ImageAlgorithm(Algorithm):
         settings.check_reward(reward, renewed=renewed)
         settings.check_features(features is not None)
         self.records, self.features, self.stored, self.references = records, features, stored, references
-        self.caption_dropout, self.teacher = caption_dropout, teacher
+        self.caption_dropout, self.teacher, self.batch_size = caption_dropout, teacher, rollout.measured_batch_size
         in_thread = rollout.overlap > 1 or rollout.staleness > 0
         self.scorer = RewardScorer(as_higher_is_better(reward), what="images", in_thread=in_thread)
         self.discriminators = build_discriminators(settings, rollout, self_imitation, reward, seed, self.accelerator)

@@ -124,6 +124,13 @@ class RolloutSettings:
         refuse(_broken_rules(self))
 
     @property
+    def measured_batch_size(self) -> int:
+        """`batch_size`, which is a number once auto was measured."""
+        if self.batch_size == "auto":
+            raise UserError("rollout.batch_size is auto, which `visalign train` measures. In Python give a number.")
+        return self.batch_size
+
+    @property
     def stochastic(self) -> list[int]:
         """Steps that may be stochastic, ascending."""
         return list(range(max(1, self.steps - 1))) if self.sde_steps is None else sorted(self.sde_steps)

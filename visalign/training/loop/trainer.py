@@ -126,9 +126,7 @@ class Trainer(Generic[A]):
             )
         settings = OptimizerSettings() if optimizer is None else optimizer
         if getattr(settings, "micro_batch", 1) == "auto":
-            raise UserError(
-                "optimizer.micro_batch is auto, which `visalign train` measures for images. Give a Trainer a number."
-            )
+            raise UserError("optimizer.micro_batch is auto, which `visalign train` measures. In Python give a number.")
         parameters = list(algorithm.parameters())
         if not parameters:
             raise UserError("The model has no trainable parameter. Train its head, its adapters, or all of it.")
