@@ -14,13 +14,15 @@ from dataclasses import asdict, dataclass, field
 from itertools import chain, islice
 from typing import Any
 
+from torch import Tensor
+
 from visalign.data.sets.image_references import CompletionText, open_bytes, resolve_image
 from visalign.errors import Naming, UserError
 from visalign.escaping import csv_cell
 from visalign.interfaces import PointwiseReward, score_named, with_capabilities
 from visalign.rewards.base.ahead import decode_ahead
 from visalign.rewards.base.failure import failure_reasons
-from visalign.rewards.base.images import animation_length, pixels_of
+from visalign.rewards.base.images import animation_length, as_contract, pixels_of
 from visalign.rewards.base.memory import max_pixels
 
 from .image_rows import ImageRow, numbered_frames
@@ -158,7 +160,8 @@ def _split_by_pixels(images: Mapping[int, Any], pixels_of: Callable[[Any], int])
 
 def _score(label: str, reward: PointwiseReward, batch: Sequence[ImageRow], images: list[Any]) -> Iterator[ScoreRow]:
     records, prompts = [row.metadata for row in batch], [row.prompt for row in batch]
-    scores = score_named(reward, images, prompts, records if any(records) else None, name=label)
+    samples = as_contract(images) if all(isinstance(image, Tensor) for image in images) else images
+    scores = score_named(reward, samples, prompts, records if any(records) else None, name=label)
     with Naming(label):
         judge = reward_identity(reward).line
     for index, (row, reason) in enumerate(zip(batch, failure_reasons(scores), strict=True)):

@@ -54,7 +54,7 @@ def decode_ahead(
     for levels, shapes in chunks:
         pixels = levels.to("cuda" if levels.is_pinned() else "cpu", non_blocking=True)
         for part, shape in zip(pixels.split([math.prod(shape) for shape in shapes]), shapes, strict=True):
-            yield part.view(*shape) if len(part) else None
+            yield part.view(*shape).permute(2, 0, 1) if len(part) else None
 
 
 def worker_count(images: int) -> int:
@@ -81,7 +81,10 @@ class _Decoder(Dataset[Tensor | None], Generic[T]):
 
 
 def _pack(images: Sequence[Tensor | None]) -> tuple[Tensor, list[list[int]]]:
-    """Join the pixels of images in one tensor, since each one between processes costs as much as a small image."""
-    shapes = [[0] if image is None else list(image.shape) for image in images]
-    pixels = [image.flatten() for image in images if image is not None]
+    """Join the pixels of images in one tensor, since each one between processes costs as much as a small image.
+
+    Also returns the shape (H, W, 3) of each: they stay as PIL lays them out, and the GPU puts the channels first.
+    """
+    shapes = [[0] if image is None else list(image.permute(1, 2, 0).shape) for image in images]
+    pixels = [image.permute(1, 2, 0).flatten() for image in images if image is not None]
     return torch.cat(pixels) if pixels else torch.zeros(0, dtype=torch.uint8), shapes

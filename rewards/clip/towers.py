@@ -43,6 +43,7 @@ from visalign.rewards.weights.resize import (
 from .encoder import ClipEncoder, ClipParts
 from .loading import load_clip
 
+PROMPTS = 4096  # Prompts whose notes are kept
 IMAGE_CACHE_BYTES = 64 << 20
 """Default limit of stored image features: 16,384 embeddings of 1024 numbers."""
 
@@ -85,6 +86,7 @@ class ClipTowers:
         self.texts = FeatureCache(cache_bytes)
         self._changes = dict(preprocess or {})
         self._weights_seen: int | None = None
+        self._notes: dict[str, tuple[str, str | None]] = {}
         if isinstance(model, ClipParts):
             self._load: Callable[[str], ClipParts] = lambda precision: model
             _ = self.parts
@@ -183,8 +185,12 @@ class ClipTowers:
 
     def read_prompts(self, prompts: Sequence[str], reasons: list[str | None]) -> list[str]:
         """Note which prompts are cut; mark those that are empty, no text, or hold the model's own marks."""
-        notes = {prompt: ("", prompt_problem(prompt)) for prompt in prompts}
-        sound = [prompt for prompt, (_, problem) in notes.items() if problem is None]
+        if len(self._notes) > PROMPTS:
+            self._notes.clear()
+        notes = self._notes
+        new = {prompt: ("", prompt_problem(prompt)) for prompt in prompts if prompt not in notes}
+        notes |= new
+        sound = [prompt for prompt, (_, problem) in new.items() if problem is None]
         end = self.parts.end
         if end is not None and sound:
             tokenizer = self.parts.tokenizer

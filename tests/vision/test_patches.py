@@ -12,6 +12,7 @@ from transformers import Qwen2VLImageProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize as own_smart_resize
 
+from visalign.vision.images import level_sums
 from visalign.vision.patches import PatchCutter, smart_resize
 
 
@@ -115,3 +116,15 @@ def test_images_cut_together_have_the_patches_of_each() -> None:
     cutter = PatchCutter.of(Qwen2VLImageProcessor(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1600}))
     images = torch.stack([make_image(90, 40, seed) for seed in range(3)])
     assert torch.equal(cutter.cut(images, is_clip=False), torch.cat([cutter.cut(image) for image in images]))
+
+
+def test_sums_of_levels_tell_images_apart() -> None:
+    image = make_image(300, 310, seed=0)  # two blocks
+    changed = image.clone()
+    changed[0, 0, :2] += 128  # words of eight levels would differ by multiples of 2^56 here
+    last = image.clone()
+    last[2, 299, 309] += 1
+    sums = [level_sums(levels) for levels in (image, changed, last)]
+    assert sums[0].shape == (2, 2) and torch.equal(level_sums(image.clone()), sums[0])
+    assert bool((sums[1][0] != sums[0][0]).all()) and torch.equal(sums[1][1], sums[0][1])
+    assert bool((sums[2][1] != sums[0][1]).all()) and torch.equal(sums[2][0], sums[0][0])
