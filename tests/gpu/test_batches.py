@@ -97,10 +97,11 @@ def test_a_resumed_run_has_the_same_numbers(tmp_path: Path):
     first, second = runs
     print(first["batches"])
     assert first["batches"] == second["batches"]
-    # all 288 images of an iteration fit such a card, and their 5 steps
-    sizes = {"rollout.batch_size": 288, "optimizer.micro_batch": 1440, "model.decode_batch": 288}
-    assert {key: first["batches"][key] for key in sizes} == sizes
+    # all 288 images of an iteration fit any card, perhaps not their 1440 steps with a gradient
+    numbers = first["batches"]
+    assert (numbers["rollout.batch_size"], numbers["model.decode_batch"]) == (288, 288)
+    assert 64 <= numbers["optimizer.micro_batch"] <= 1440
     for summary in runs:
         assert summary["config"]["rollout"]["batch_size"] == 288
-        assert summary["config"]["optimizer"]["micro_batch"] == 1440
+        assert summary["config"]["optimizer"]["micro_batch"] == numbers["optimizer.micro_batch"]
     assert second["iterations"] == 2 and second["updates_skipped"] == 0
