@@ -23,7 +23,7 @@ from visalign.errors import UserError, excerpt
 from visalign.evaluation.heldout.correctness import Tally, record_tags
 from visalign.evaluation.heldout.images import evaluate
 from visalign.evaluation.heldout.result import HeldoutResult
-from visalign.interfaces import score_named, with_capabilities
+from visalign.interfaces import score_named
 from visalign.pipelines.flow_grpo.job import evaluation_drawing, sampling_options
 from visalign.pipelines.jobs import load_job
 from visalign.pipelines.sample.job import SampleSettings, load_sampler
@@ -31,7 +31,7 @@ from visalign.pipelines.score.image_rows import SAMPLED, ImageRow, image_rows, r
 from visalign.pipelines.score.log import score_key
 from visalign.pipelines.shared.reward_options import parse_options
 from visalign.pipelines.shared.run_folder import model_of
-from visalign.rewards.base.ahead import decode_ahead
+from visalign.rewards.base.ahead import decode_ahead, takes_decoded
 from visalign.rewards.base.images import to_pil
 
 Parts = Iterable[slice]
@@ -185,7 +185,7 @@ def _scorer(
             images = [resolve_image(row.image) for row in chosen]
             decoded = [image if (pixels := next(ahead)) is None else pixels for image in images]
             for name, reward in rewards.items():
-                samples = decoded if with_capabilities(reward).capabilities.takes_gpu_images else images
+                samples = decoded if takes_decoded(reward) else images
                 scores = score_named(reward, samples, prompts, records, name=name)
                 tally.add(name, reward, scores, len(chosen))
             yield HeldoutResult(

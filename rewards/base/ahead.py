@@ -38,8 +38,7 @@ def decode_ahead(
     That is so for unreadable and unusual images, and for all where no reward takes images on a GPU. Close the iterator
     to end the processes. `open_item` turns an item into a path or a PIL image, in a process.
     """
-    takers = [reward for reward in rewards if with_capabilities(reward).capabilities.takes_gpu_images]
-    workers = worker_count(len(items)) if takers else 0
+    workers = worker_count(len(items)) if any(map(takes_decoded, rewards)) else 0
     if not workers:
         yield from repeat(None, len(items))
         return
@@ -55,6 +54,11 @@ def decode_ahead(
         pixels = levels.to("cuda" if levels.is_pinned() else "cpu", non_blocking=True)
         for part, shape in zip(pixels.split([math.prod(shape) for shape in shapes]), shapes, strict=True):
             yield part.view(*shape).permute(2, 0, 1) if len(part) else None
+
+
+def takes_decoded(reward: Any) -> bool:
+    """Return True if a reward is given what `decode_ahead` yields."""
+    return with_capabilities(reward).capabilities.takes_gpu_images
 
 
 def worker_count(images: int) -> int:
