@@ -277,8 +277,9 @@ def _unfit_images(s: FlowGRPOConfig) -> Iterator[str]:
     row, data = s.objective.regression, s.data
     name, alike = f"objective.algorithm={s.objective.algorithm}", row is not None and row.learns_alike
     if data.images is not None and not alike:
+        learns = "samples of its own" if row is None else "what is better"
         yield (
-            f"data.images are images with captions, none better than another, and {name} learns from what is better. "
+            f"data.images are images with captions, none better than another, and {name} learns from {learns}. "
             "Take objective.algorithm=sft, as pipeline: sft_images does, or leave data.images out."
         )
     if data.pairs is not None and alike:
@@ -292,6 +293,8 @@ def _unfit_images(s: FlowGRPOConfig) -> Iterator[str]:
         yield "data.caption_dropout and data.images_size are of data.images, and there are none. Leave them out."
     if data.cache is not None and not data.is_stored:
         yield "data.cache keeps encoded images, of data.images or data.pairs, and there are none. Leave it out."
+    if data.cache is not None and Path(data.cache).is_file():
+        yield f"data.cache is {data.cache}, a file. Name a folder; it is created."
     if data.cache is not None and ":" in (s.model.adapter or ""):
         yield (
             f"data.cache keeps what diffusers' encoders return, and model.adapter is {s.model.adapter}, one of your "

@@ -167,6 +167,11 @@ def test_a_network_that_predicts_noise_is_trained_by_min_snr(tmp_path):
         (("data.images=EMPTY",), r"EMPTY' holds no image"),
         (("data.images=BAD",), r"has no image with a caption that can be read: .*no caption"),
         (("data.images=SET", "objective.algorithm=diffusion_dpo"), r"none better than another.*algorithm=sft"),
+        (("data.images=SET", "objective.algorithm=dmd2"), r"and objective.algorithm=dmd2 learns from samples of its"),
+        (
+            ("data.images=SET", "data.cache=no_prompt.jsonl"),
+            r"data\.cache is no_prompt\.jsonl, a file\. Name a folder",
+        ),
         (("data.pairs=shapes:pairs",), r"learns every image alike, and data\.pairs says.*data\.images"),
         (("data.images=SET", "rollout.group_size=2"), r"group_size is 2, and an image with its caption has no group"),
         ((), r"learns every image alike, good or bad\. Set data\.images"),
