@@ -46,7 +46,8 @@ def run_bench(
     """
     folders = {side.facts.get("images") or Path(side.rows[0].image).parent for side in sides}
     if len(folders) < len(sides):
-        raise UserError(f"Two have one name: {', '.join(s.label for s in sides)}. Leave one out, or add ,name=NAME.")
+        remedy = "" if "images" in sides[0].facts else ", or add ,name=NAME"
+        raise UserError(f"Two have one name: {', '.join(s.label for s in sides)}. Leave one out{remedy}.")
     rank, started = int(os.environ.get("RANK", "0")), time.perf_counter()
     facts: dict[str, Any] = {"sides": {side.label: side.facts for side in sides}, "part_size": part_size}
     keys = [record_key(row.metadata or {"prompt": row.prompt}) for row in sides[0].rows]

@@ -151,9 +151,11 @@ def with_prompt(path: Path, prompt: str | None, needed: bool) -> ImageRow:
         except UnicodeDecodeError as error:
             raise UserError(f"'{text}' is not UTF-8 text ({error.reason}); save it as UTF-8.") from error
     if prompt is None and needed:
+        if not path.exists():
+            raise UserError(f"There is no image, folder or table '{path}'.")
         raise UserError(
-            f"Missing option '--prompt' / '-p': '{path}' has no prompt. Give it for all images, put a prompt "
-            f"into '{text.name}' next to the image, or give a table with the columns image, prompt."
+            f"'{path}' has no prompt. Put one into '{text.name}' next to the image, give a table with the columns "
+            "image, prompt, or score all images for one (--prompt of visalign score)."
         )
     return ImageRow(image=str(path), prompt=prompt or "", metadata=metadata)
 

@@ -419,7 +419,7 @@ def test_score_writes_a_new_file_only(images: Path) -> None:
     ("arguments", "message"),
     [
         (["score", "empty", "-p", "x", "-r", "brightness"], "'empty' holds no image. Allowed endings: .png"),
-        (["score", "images", "-r", "brightness"], "Missing option '--prompt'"),
+        (["score", "images", "-r", "brightness"], "has no prompt. Put one into"),
         (["score", "images", "-p", "x"], "Missing option '--reward'"),
         ([*SCORE, "--format", "xml"], "'xml' is not one of 'table', 'json', 'csv'"),
     ],

@@ -192,6 +192,7 @@ def test_packaged_suites() -> None:
         (["shapes-sd3", "--suite", "genevall"], "Did you mean 'geneval2'? Give one of dpg, drawbench"),
         (["shapes-sd3", "--suite", "partiprompts"], "name a reward, such as -r hpsv3"),
         (["shapes-sd3", "shapes-sd15", "--lora", "runs/a"], "Write MODEL,lora=PATH"),
+        (["--images", "nowhere", "-r", "sharpness"], "There is no image, folder or table 'nowhere'."),
         (["shapes-sd3,steps=2", "shapes-sd3,steps=2"], "Two have one name"),
         (["shapes-sd3,stepz=2", "--limit", "1"], "stepz"),
         (["shapes-sd3,seeds=3"], "'shapes-sd3,seeds=3': seeds is no option of one MODEL"),
