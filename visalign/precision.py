@@ -27,7 +27,9 @@ def check_device(name: str, error: type[Exception] = UserError) -> None:
     try:
         torch.zeros(1, device=name).item()
     except (RuntimeError, AssertionError, NotImplementedError) as cause:
-        raise error(f"The device {name!r} cannot be used ({str(cause).splitlines()[0]}).") from cause
+        reason = str(cause).splitlines()[0].split(". ")[0]
+        usable = ", ".join(["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count()))])
+        raise error(f"The device {name!r} cannot be used ({reason}). Here are: {usable}.") from cause
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:
@@ -42,6 +44,15 @@ def multiplies_bfloat16(device: torch.device) -> bool:
         return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     except (AttributeError, RuntimeError):
         return False
+
+
+def check_dtype(name: str, device: torch.device, key: str) -> None:
+    """Raise where a GPU would only emulate the dtype that the setting `key` names."""
+    import torch
+
+    if name == "bfloat16" and device.type == "cuda" and not multiplies_bfloat16(device):
+        card = torch.cuda.get_device_name(device)
+        raise UserError(f"{key} is bfloat16, which {card} does not multiply. Set {key}=float16 or float32.")
 
 
 def autocast_dtype(name: Autocast | None, device: torch.device) -> torch.dtype | None:

@@ -20,7 +20,7 @@ from visalign.flow.rollout import middle_frames
 from visalign.interfaces import DiffusionPolicy, PointwiseReward
 from visalign.pipelines.shared.grids import image_samples
 from visalign.pipelines.shared.parts import Records, no_loading_bars, spread
-from visalign.precision import autocast_dtype
+from visalign.precision import autocast_dtype, check_dtype
 from visalign.rewards.base.images import to_pil
 from visalign.training.diffusion.image_statistics import feature_drift
 from visalign.training.diffusion.samples import Features
@@ -38,6 +38,8 @@ def build_policy(
     from visalign.adapters.catalogue import load_policy
     from visalign.adapters.speed import speed_up
 
+    for name in ("dtype", "autocast"):
+        check_dtype(getattr(model, name), device, f"model.{name}")
     with no_loading_bars():
         policy = load_policy(
             model.path,

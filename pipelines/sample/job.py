@@ -27,6 +27,7 @@ from visalign.flow.steering import steered_rollout
 from visalign.flow.transitions import Solver
 from visalign.interfaces import Condition, DiffusionPolicy, PointwiseReward, Scores, score_named, with_capabilities
 from visalign.pipelines.shared.parts import check_texts, no_loading_bars
+from visalign.pipelines.shared.places import place_of, say_places
 from visalign.pipelines.shared.run_folder import check_place
 from visalign.pipelines.shared.sections import Dtype
 from visalign.precision import check_device
@@ -171,6 +172,7 @@ def sample_images(
     check_folder(output)
     settings = settings.with_own_sampling()
     policy = load_sampler(settings)
+    say_places({settings.model: place_of(policy)})
     sigmas = policy.sigmas(settings.steps or 0, timestep_schedule=settings.timestep_schedule)
     output.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []

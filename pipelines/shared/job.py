@@ -34,6 +34,7 @@ from visalign.training.loop.sharding import unsharded_state
 from visalign.versions import versions
 
 from .parts import Records, check_alike, code_fingerprints, evenly_spaced, no_loading_bars
+from .places import place_of
 from .run_folder import (
     RunSummary,
     check_unchanged,
@@ -121,6 +122,8 @@ def run_job(config: Any, output: Path, resume: bool = False, *, build: Callable[
         accelerator.wait_for_everyone()  # the files of the beginning are there for all
         if config.run.trackers:
             accelerator.init_trackers("visalign", config={k: str(v) for k, v in flatten(config).items()})
+        policy = getattr(trainer.algorithm, "policy", trainer.algorithm)
+        trainer.progress.note(f"Computing on {place_of(policy)}.")
         try:
             begin = time.perf_counter()
             before = job.before()

@@ -57,13 +57,18 @@ def reward_options(items: Sequence[str], names: Sequence[str]) -> dict[str, dict
 
 
 def load_each(names: Sequence[str], options: Sequence[str], load: Any, device: str | None) -> dict[str, Any]:
-    """Load each reward once with its options (as `reward_options` takes them), on the device where they name none."""
+    """Load each reward once with its options (as `reward_options` takes them), on the device where they name none.
+
+    The error stream says where each computes.
+    """
+    from .places import place_of, say_places
+
     if device is not None:
         check_device(device)
-    return {
-        name: with_capabilities(load(name, run_device=device, **chosen))
-        for name, chosen in reward_options(options, list(dict.fromkeys(names))).items()
-    }
+    chosen = reward_options(options, list(dict.fromkeys(names)))
+    rewards = {name: with_capabilities(load(name, run_device=device, **own)) for name, own in chosen.items()}
+    say_places({name: place_of(reward, {"device": device, **chosen[name]}) for name, reward in rewards.items()})
+    return rewards
 
 
 def any_needs_prompt(rewards: Mapping[str, Any]) -> bool:

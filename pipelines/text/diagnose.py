@@ -22,6 +22,7 @@ from visalign.interfaces import Scores, score_named
 from visalign.pipelines.jobs import load_job
 from visalign.pipelines.shared.job import result_folder
 from visalign.pipelines.shared.parts import Records, evenly_spaced, no_loading_bars, run_device
+from visalign.pipelines.shared.places import place_of, say_places
 from visalign.pipelines.shared.reward_options import load_each
 from visalign.pipelines.shared.run_folder import resume_command, summary_json
 from visalign.rewards.catalogue import load_text_reward
@@ -69,6 +70,7 @@ def diagnose(
     scorer = _Scorer(config, load_each(rewards, options, load_text_reward, None), prompts, right_at)
     base_run = None if second is None else run
     policies = {"base": _policy(first_config, base_run), "tuned": _policy(config, second or run)}
+    say_places({name: place_of(policy) for name, policy in policies.items()})
     if policies["base"].tokenizer.get_vocab() != policies["tuned"].tokenizer.get_vocab():
         raise UserError(f"'{run}' and '{second}' are of models with different tokens: nothing to compare.")
     base, tuned = (scorer.sample(policy, samples, seed) for policy in policies.values())

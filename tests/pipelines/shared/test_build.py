@@ -56,6 +56,7 @@ def test_trackers_are_closed_after_an_interruption(tmp_path: Path) -> None:
     accelerator = SimpleNamespace(
         num_processes=1,
         is_main_process=True,
+        device=torch.device("cpu"),
         wait_for_everyone=lambda: None,
         init_trackers=lambda *_, **__: calls.append("begin"),
         end_training=lambda: calls.append("end"),
@@ -64,7 +65,8 @@ def test_trackers_are_closed_after_an_interruption(tmp_path: Path) -> None:
     def stop() -> None:
         raise TrainingInterrupted
 
-    trainer = SimpleNamespace(accelerator=accelerator)
+    progress = SimpleNamespace(note=lambda _: None)
+    trainer = SimpleNamespace(accelerator=accelerator, algorithm=None, progress=progress)
     job = SimpleNamespace(trainer=trainer, fingerprints={}, before=stop)
     config = FlowGRPOConfig(run=PolicyRunConfig(trackers=["tensorboard"]))
     with pytest.raises(TrainingInterrupted):

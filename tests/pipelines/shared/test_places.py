@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where models and rewards compute is said on a line of the error stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from visalign.adapters import LoraSettings, load_policy
+from visalign.errors import UserError
+from visalign.pipelines.flow_grpo.config import ModelConfig
+from visalign.pipelines.flow_grpo.parts import build_policy
+from visalign.pipelines.shared.places import place_of
+from visalign.pipelines.shared.reward_options import load_each
+from visalign.rewards import load_reward
+
+
+def test_device_and_dtype_are_those_of_the_largest_weight_or_as_chosen(capsys) -> None:
+    policy: Any = load_policy("shapes-sd3", dtype=torch.bfloat16, lora=LoraSettings(rank=2))
+    assert place_of(policy) == "cpu in bfloat16"
+    capsys.readouterr()  # bars of loading
+    load_each(["clip_score", "jpeg_size"], ["clip_score.precision=bf16"], load_reward, "cpu")
+    captured = capsys.readouterr()
+    assert captured.err == "Computing: clip_score on cpu in bfloat16; jpeg_size on cpu.\n" and not captured.out
+
+
+def test_a_dtype_that_a_card_emulates_is_refused(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla V100")
+    with pytest.raises(
+        UserError, match=r"model\.dtype is bfloat16, which Tesla V100 does not multiply\. Set model\.dtype="
+    ):
+        build_policy(ModelConfig(dtype="bfloat16"), torch.device("cuda"), 0)
