@@ -66,7 +66,7 @@ def test_trackers_are_closed_after_an_interruption(tmp_path: Path) -> None:
         raise TrainingInterrupted
 
     progress = SimpleNamespace(note=lambda _: None)
-    trainer = SimpleNamespace(accelerator=accelerator, algorithm=None, progress=progress)
+    trainer = SimpleNamespace(accelerator=accelerator, algorithm=_Doubtful(), progress=progress)
     job = SimpleNamespace(trainer=trainer, fingerprints={}, before=stop)
     config = FlowGRPOConfig(run=PolicyRunConfig(trackers=["tensorboard"]))
     with pytest.raises(TrainingInterrupted):
