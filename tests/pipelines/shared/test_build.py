@@ -67,7 +67,7 @@ def test_trackers_are_closed_after_an_interruption(tmp_path: Path) -> None:
 
     progress = SimpleNamespace(note=lambda _: None)
     trainer = SimpleNamespace(accelerator=accelerator, algorithm=_Doubtful(), progress=progress)
-    job = SimpleNamespace(trainer=trainer, fingerprints={}, before=stop)
+    job = SimpleNamespace(trainer=trainer, fingerprints={}, batches={}, before=stop)
     config = FlowGRPOConfig(run=PolicyRunConfig(trackers=["tensorboard"]))
     with pytest.raises(TrainingInterrupted):
         run_job(config, tmp_path / "run", build=lambda *_: cast(Any, job))
