@@ -151,7 +151,7 @@ def numbers(text: str, option: str = "--seeds") -> list[int]:
     for part in text.split(","):
         parsed = re.fullmatch(r"(\d{1,10})(?:-(\d{1,10}))?", part.strip())
         first, last = (int(parsed[1]), int(parsed[2] or parsed[1])) if parsed else (0, MOST_COUNTED)
-        if last - first + len(values) >= MOST_COUNTED:
+        if first > last or last - first + len(values) >= MOST_COUNTED:
             raise UserError(f"{option} is {excerpt(text)}; give numbers from 0 up, such as 0,1,2 or 0-7.")
         values += range(first, last + 1)
     return values

@@ -69,7 +69,8 @@ def explain_damage(folder_or_id: str | Path, kind: str) -> Iterator[None]:
             with open_tensors(file):  # names the damaged one
                 pass
         raise FileNotFoundError(
-            f"{folder_or_id} cannot be loaded as {kind}: {str(error).partition(chr(10))[0]} Copy it, or save it again."
+            f"{folder_or_id} cannot be loaded as {kind}: {' '.join(str(error).split()):.300} Copy it, or save it "
+            "again."
         ) from error
 
 

@@ -275,6 +275,7 @@ def test_a_video_is_written_whole_beside_its_middle_frame(tmp_path, monkeypatch)
     ("arguments", "message"),
     [
         (("--seeds", "a"), "--seeds is 'a'; give numbers from 0 up"),
+        (("--seeds", "3-1"), "--seeds is '3-1'; give numbers from 0 up"),
         (("--best-of", 2), "nothing says what is best; give a reward (-r)"),
         (("--lora", "nowhere"), "There is no LoRA nowhere. Give a run folder"),
         (("--solver", "dpmpp_2m", "--steer", 1), "--solver is dpmpp_2m, and --steer takes Euler steps"),
