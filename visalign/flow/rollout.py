@@ -69,9 +69,8 @@ def rollout(
     tree = check_nodes(nodes, len(condition), total, steps)
     noise = _start_noise(policy, tree[0], seeds, noise, bool(steps))
     _check_stochastic(kernel, sigmas, steps)
-    times = policy.times(sigmas)
-    trajectory = _allocate(policy, first_latents(policy, noise, sigmas), sigmas, times, steps, kernel, tree)
-    levels, times = sigmas.to(policy.device), times.to(policy.device)
+    levels, times = (level.to(policy.device) for level in (sigmas, policy.times(sigmas)))
+    trajectory = _allocate(policy, first_latents(policy, noise, sigmas), levels, times, steps, kernel, tree)
     seed_list = check_seeds(seeds) if seeds is not None else []
     size = min(batch_size or len(condition), len(condition))
     chunks: dict[int, tuple[Condition, ODESolver]] = {}  # they stay the same until paths part
@@ -79,8 +78,7 @@ def rollout(
         for number, rows in enumerate(tree[k].unique().split(size)):
             if number not in chunks:
                 chunks[number] = condition.select(rows), ODESolver(solver)
-            pair = (tree[k], tree[k_next])
-            _advance(policy, levels, times, seed_list, trajectory, pair, rows, (k, k_next), *chunks[number])
+            _advance(policy, levels, times, seed_list, trajectory, tree, rows, (k, k_next), *chunks[number])
         if not torch.equal(tree[k], tree[k_next]):
             chunks.clear()
     check_finite(trajectory.latents)
@@ -228,7 +226,7 @@ def _advance(
     times: Tensor,
     seeds: list[int],
     trajectory: Trajectory,
-    nodes: tuple[Tensor, Tensor],
+    tree: Tensor,
     rows: Tensor,
     steps: tuple[int, int],
     condition: Condition,
@@ -236,10 +234,11 @@ def _advance(
 ) -> None:
     """Compute one step of the nodes `rows`, whose condition it is, and write it to all samples that share them.
 
-    nodes, [B] each: the first sample of each sample's node before the step and after it. Nothing here waits for the
-    device: what a GPU computes is queued while the CPU prepares the next step.
+    tree [T + 1, B] has the first sample of each sample's node. Nothing here waits for the device: what a GPU computes
+    is queued while the CPU prepares the next step.
     """
     (k, k_next), kernel, device = steps, trajectory.kernel, trajectory.latents.device
+    nodes = tree[k], tree[k_next]
     samples = torch.isin(nodes[0], rows).nonzero()[:, 0]
     ends, end = nodes[1][samples].unique(return_inverse=True)  # nodes after the step, and each sample's
     parent, end = queue_copy(torch.searchsorted(rows, nodes[0][ends]), device), queue_copy(end, device)
@@ -283,9 +282,9 @@ def _allocate(
         log_prob=torch.empty(count, dtype=working, device=device),
         mean=torch.empty(*count, *shape, dtype=working, device=device),
         std=torch.empty(count, dtype=working, device=device),
-        sigma=sigmas[:-1][index].to(device),
-        sigma_next=sigmas[1:][index].to(device),
-        time=times[index].to(device),
+        sigma=sigmas[:-1][index.to(device)],
+        sigma_next=sigmas[1:][index.to(device)],
+        time=times[index.to(device)],
         sde_steps=steps,
         kernel=kernel,
         node=nodes[1:][index].T.contiguous(),
