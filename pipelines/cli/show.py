@@ -22,7 +22,7 @@ from rich.text import Text
 from visalign.atomic import write_atomic
 from visalign.config import config_folder, list_configs, read_config
 from visalign.errors import UserError
-from visalign.escaping import escape_control
+from visalign.evaluation.pages.escaping import escape_control
 
 
 def config_header(text: str) -> list[str]:

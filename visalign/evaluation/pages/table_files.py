@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from visalign.atomic import write_atomic
-from visalign.escaping import csv_cell
+
+from .escaping import csv_cell
 
 FOLDER = "tables"
 """Name of the folder for tables, inside a result's folder."""
