@@ -208,6 +208,8 @@ def test_top_entropy_counts_all_tokens_as_the_paper_does_or_those_it_keeps() -> 
         ({"surrogate_options": {"eps_hi": 1}}, r"'ppo_clip' has no option 'eps_hi'\. Did you mean 'eps_high'"),
         ({"surrogate_options": {**CLIP, "dual_clip": 3.0, "delta": 4.0}}, "dual_clip and delta both bound r"),
         ({"kl": -0.1}, r"kl must be a number in \[0, inf\); got -0\.1"),
+        ({"kl": {}}, r"kl must be a number in \[0, inf\); got {}"),
+        ({"surrogate_options": 3}, "surrogate_options must be a mapping; got 3"),
     ],
 )
 def test_unknown_choices_name_the_nearest(changes: dict, message: str) -> None:

@@ -7,8 +7,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from functools import cache, cached_property
-from types import NoneType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from visalign.errors import suggestion
 
@@ -97,7 +97,7 @@ class Stage:
         types = {k: v for stage in self._computed for k, v in stage.types.items()}
         for name, hint in get_type_hints(self.function).items():
             if name in self._defaults:
-                types[name] = (hint,) if get_origin(hint) is Literal else get_args(hint) or (hint,)
+                types[name] = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         return types
 
     def check(self, label: str, name: str, options: Mapping[str, Any]) -> None:
@@ -127,9 +127,8 @@ class Stage:
 
 
 def check_row(name: str, row: Any) -> None:
-    """Refuse the first field of a dataclass, mappings and tuples apart, that is outside its type or range."""
-    values = {field: value for field, value in vars(row).items() if not isinstance(value, Mapping | tuple)}
-    _stage_of(type(row)).check("a row of", name, values)
+    """Refuse the first field of a dataclass that is outside its type or range; entries of a field are not checked."""
+    _stage_of(type(row)).check("a row of", name, vars(row))
 
 
 _stage_of = cache(Stage)
@@ -177,5 +176,5 @@ def _fits(value: Any, kind: Any, interval: str) -> bool:
 def _describe(kind: Any, interval: str) -> str:
     if get_origin(kind) is Literal:
         return f"one of {', '.join(get_args(kind))}"
-    names = {bool: "True or False", str: "a name", NoneType: "None"}
-    return names.get(kind) or f"a {'whole ' if kind is int else ''}number in {interval}"
+    names = {bool: "True or False", str: "a name", NoneType: "None", Mapping: "a mapping", tuple: "a list"}
+    return names.get(get_origin(kind) or kind) or f"a {'whole ' if kind is int else ''}number in {interval}"

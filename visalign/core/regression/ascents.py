@@ -34,7 +34,7 @@ class Ascent:
     """Paper."""
 
     def __post_init__(self) -> None:
-        if self.stop_range is not None:
+        if isinstance(self.stop_range, list):
             object.__setattr__(self, "stop_range", tuple(self.stop_range))
         check_row("ascent", self)
         check_rules(self, RULES)

@@ -170,7 +170,8 @@ class Regression:
 
     def __post_init__(self) -> None:
         for name in ("old_decay", "average_decay", "level_range"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+            if isinstance(value := getattr(self, name), list):
+                object.__setattr__(self, name, tuple(value))
         check_row("regression", self)
         pick("regression loss", self.loss, LOSSES).check("regression loss", self.loss, self.loss_options)
         check_choice(f"anchor of loss={self.loss!r}", self.anchor, _ANCHORS[self.loss])
