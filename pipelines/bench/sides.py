@@ -30,7 +30,6 @@ from visalign.pipelines.sample.job import SampleSettings, load_sampler
 from visalign.pipelines.score.image_rows import SAMPLED, ImageRow, image_rows, require_still
 from visalign.pipelines.score.log import score_key
 from visalign.pipelines.shared.reward_options import parse_options
-from visalign.pipelines.shared.run_folder import model_of
 from visalign.rewards.base.ahead import decode_ahead, takes_decoded
 from visalign.rewards.base.images import to_pil
 
@@ -53,13 +52,12 @@ def suite_edits(texts: Sequence[str]) -> Edits:
     """Return whether one of the MODELs edits images, so that a prompt of the suite has a source."""
     edits = set[Edits]()
     for text in texts:
-        path, *items = re.split(r",(?=[A-Za-z_]+=)", text)
-        options = parse_options(items, f"'{text}'")
-        model, config = (
-            model_of(Path(path)) if (Path(path) / "config.yaml").is_file() else (path, options.get("config"))
-        )
+        path, options = _split(text)
+        if _is_run(path):
+            path, _, drawn, own_options = _trained_by(Path(path))
+            options = drawn | own_options | options
         adapter = options.get("adapter")
-        edits.add(edits_of(index_source(model or path, adapter, config), adapter))
+        edits.add(edits_of(index_source(path, adapter, options.get("config")), adapter))
     return "needed" if "needed" in edits else "optional" if "optional" in edits else "none"
 
 
@@ -70,13 +68,12 @@ def model_side(
 
     The options are `name` for the tables, `lora`, those of `DRAWING`, and those of the model, such as guidance.
     """
-    path, *items = re.split(r",(?=[A-Za-z_]+=)", text)
-    options = parse_options(items, f"'{text}'")
+    path, options = _split(text)
     label = str(options.pop("name", None) or text.replace(",", ", "))
     lora = [*filter(None, [options.pop("lora", None)])]
     drawing = {name: options.pop(name) for name in DRAWING if name in options}
     drawing = {name: value for name, value in common.items() if value is not None} | drawing
-    if (Path(path) / "config.yaml").is_file() and not (Path(path) / INDEX).is_file():
+    if _is_run(path):
         path, loras, drawn, own_options = _trained_by(Path(path))
         lora, drawing, options = [*loras, *lora], drawn | drawing, own_options | options
     if unused := [name for name in options if name in SampleSettings.__dataclass_fields__]:
@@ -119,6 +116,15 @@ def model_side(
             )
 
     return Side(label=label, facts=facts, rows=rows, score=score)
+
+
+def _split(text: str) -> tuple[str, dict[str, Any]]:
+    path, *items = re.split(r",(?=[A-Za-z_]+=)", text)
+    return path, parse_options(items, f"'{text}'")
+
+
+def _is_run(path: str) -> bool:
+    return (Path(path) / "config.yaml").is_file() and not (Path(path) / INDEX).is_file()
 
 
 def _trained_by(folder: Path) -> tuple[str, list[str], dict[str, Any], dict[str, Any]]:

@@ -248,3 +248,14 @@ def test_a_run_is_the_model_that_it_trained(tmp_path: Path) -> None:
         sides.model_side(str(tmp_path), [{"prompt": "a"}], [0], tmp_path, {})
     assert (side.facts["model"], side.facts["lora"], side.facts["steps"]) == ("shapes-sd3", [str(tmp_path)], 4)
     assert [Path(row.image).name for row in side.rows] == ["0000_0.png", "0000_1.png"]
+
+
+def test_a_run_of_an_own_adapter_says_whether_it_edits(tmp_path: Path) -> None:
+    own = "from tests.support.training.images import ToyPolicy\n\n\nclass Own(ToyPolicy):\n    "
+    (tmp_path / "own.py").write_text(f"{own}takes_source = True\n    from_pretrained = save = print\n")
+    (tmp_path / "config.yaml").write_text(
+        f"pipeline: flow_grpo\nmodel: {{path: mine, adapter: '{tmp_path}/own.py:Own'}}\n"
+    )
+    (tmp_path / "lora").mkdir()
+    assert sides.suite_edits([str(tmp_path)]) == "optional"
+    assert sides.suite_edits(["shapes-sd3,steps=4"]) == "none"
