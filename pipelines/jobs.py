@@ -80,7 +80,7 @@ def until_images(job: Job, images: int) -> Job:
 
     rollout = getattr(job.config, "rollout", None)
     if not isinstance(rollout, RolloutSettings):
-        draws_none = f"--images counts the images that a run draws, and {job.config.pipeline} draws none."
-        raise UserError(f"{draws_none} Set run.iterations.")
+        others = "flow_grpo, pref_grpo and sft_images"
+        raise UserError(f"--images is for {others}, and the pipeline here is {job.config.pipeline}. Leave it out.")
     iterations = math.ceil(images / (rollout.prompts_per_iteration * rollout.group_size))
     return replace(job, config=replace(job.config, run=replace(job.config.run, iterations=iterations)))
