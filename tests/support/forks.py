@@ -6,6 +6,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -36,7 +37,10 @@ class Fork:
 
 def in_fork(work: Callable[..., object], *arguments: object) -> str:
     """Do `work` in a fork to its end; return what it printed."""
-    code, printed = Fork(work, *arguments).wait()
+    fork = Fork(work, *arguments)
+    code, printed = fork.wait()
+    if code is None:  # a fork that hangs would be waited for at exit
+        os.killpg(fork.pid, signal.SIGKILL)
     assert code == 0, printed[-3000:]
     return printed
 
