@@ -68,9 +68,9 @@ def explain_damage(folder_or_id: str | Path, kind: str) -> Iterator[None]:
         for file in sorted(Path(folder_or_id).glob("*/*.safetensors")):
             with open_tensors(file):  # names the damaged one
                 pass
+        reason = " ".join(str(error).split())[:300].rstrip(".")
         raise FileNotFoundError(
-            f"{folder_or_id} cannot be loaded as {kind}: {' '.join(str(error).split()):.300} Copy it, or save it "
-            "again."
+            f"{folder_or_id} cannot be loaded as {kind} ({reason}). Copy it, or save it again."
         ) from error
 
 

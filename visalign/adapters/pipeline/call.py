@@ -87,7 +87,7 @@ class PipelineCall:
             scale = self.pipe.vae_scale_factor_spatial
             raise UserError(
                 f"image_size is {' x '.join(str(n * scale) for n in self.latent_shape[-2:])} pixels, and the rotary "
-                f"table of this {type(self.pipe).__name__} ends at {most * scale} a side. Set model.image_size."
+                f"table of this {type(self.pipe).__name__} ends at {most * scale} a side. Take a smaller size."
             )
 
     @torch.no_grad()
