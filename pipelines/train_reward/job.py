@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training a judge: measure, learn from labels, measure again, save what `from_pretrained` reads."""
+"""Training a judge: measure, learn from labels, measure again, save what the reward reads."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class TrainedJudge(ABC):
 
     @abstractmethod
     def save(self, folder: Path) -> None:
-        """Write what the judge's `from_pretrained` reads."""
+        """Write what the judge's reward reads."""
 
     def divide(self) -> Sequence[nn.Parameter]:
         """Prepare for sharing among processes; returns the weights that they do not use equally often."""

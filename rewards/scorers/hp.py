@@ -107,7 +107,7 @@ class Hp(ClipHeadJudge):
         return HpModel(self.towers.encoder, self.head)
 
     def save(self, folder: str | Path, dtype: torch.dtype = torch.float16, *, base: str | None = None) -> None:
-        """Save towers (as `dtype`), config, tokenizer and head (float32) for `from_pretrained`.
+        """Save towers (as `dtype`), config, tokenizer and head (float32) for `Hp`.
 
         With `base` (packaged name, hub id, or folder relative to `folder`), the model that the towers were
         trained from, only the tensors that differ from it are written.

@@ -84,7 +84,7 @@ class Ict(ClipJudge):
         return IctModel(self.towers.encoder)
 
     def save(self, folder: str | Path, dtype: torch.dtype = torch.float16) -> None:
-        """Save towers, config and tokenizer for `from_pretrained`."""
+        """Save towers, config and tokenizer for `Ict`."""
         self.towers.parts.save(folder, dtype)
 
     def scaled(self, cosine: Tensor) -> Tensor | None:
