@@ -186,7 +186,7 @@ class ClipTowers:
     def read_prompts(self, prompts: Sequence[str], reasons: list[str | None]) -> list[str]:
         """Note which prompts are cut; mark those that are empty, no text, or hold the model's own marks."""
         if len(self._notes) > PROMPTS:
-            self._notes.clear()
+            self._notes = {}  # another thread may still read the old ones
         notes = self._notes
         new = {prompt: ("", prompt_problem(prompt)) for prompt in prompts if prompt not in notes}
         notes |= new

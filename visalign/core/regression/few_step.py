@@ -71,9 +71,9 @@ def conditional_renoise(
 
 
 def uniform_level(lower: Tensor, upper: Tensor, share: Tensor, *, shift: float = 1.0) -> Tensor:
-    """Map shares in (0, 1) to noise levels between `lower` and `upper`, float64, uniform before a flow's shift γ.
+    """Map shares in (0, 1) to noise levels σ between `lower` and `upper`, float64, uniform before a flow's shift γ.
 
-    That is in σ / (γ − (γ − 1) σ); with γ = 1 in σ. TDM, arXiv 2503.06674.
+    The level before the shift is σ / (γ − (γ − 1) σ); with γ = 1 it is σ. TDM, arXiv 2503.06674.
     """
     low, high = (level / (shift - (shift - 1) * level) for level in (lower.double(), upper.double()))
     level = low + share.double() * (high - low)

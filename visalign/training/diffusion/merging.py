@@ -55,8 +55,7 @@ def merged_adapters(layers: list[Any]) -> Iterator[None]:
     merged = []
     with torch.no_grad():
         for layer, weight in zip(layers, weights, strict=True):
-            total = weight.float() + sum(map(layer.get_delta_weight, layer.active_adapters))
-            merged.append(total.to(weight.dtype))
+            merged.append((weight.float() + sum(map(layer.get_delta_weight, layer.active_adapters))).to(weight.dtype))
     with swapped_weights(weights, merged), lora_disabled(layers):
         yield
 
