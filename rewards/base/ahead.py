@@ -62,10 +62,12 @@ def takes_decoded(reward: Any) -> bool:
 
 
 def worker_count(images: int) -> int:
-    """Return how many processes decode so many images: 0 without a GPU or for few images."""
+    """Return how many processes decode so many images: 0 without a GPU, a free core or room, or for few images."""
     if images < FEWEST or not torch.cuda.is_available() or "fork" not in multiprocessing.get_all_start_methods():
         return 0
-    return min(len(os.sched_getaffinity(0)) - 2, shutil.disk_usage("/dev/shm").free // ROOM)
+    beside = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's processes share the machine
+    cores, room = len(os.sched_getaffinity(0)) // beside, shutil.disk_usage("/dev/shm").free // beside
+    return max(0, min(cores - 2, room // ROOM))
 
 
 class _Decoder(Dataset[Tensor | None], Generic[T]):

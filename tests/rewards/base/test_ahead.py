@@ -8,6 +8,7 @@ import multiprocessing
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -102,7 +103,14 @@ def test_an_interrupted_scoring_leaves_no_process(rows: list[ImageRow]) -> None:
     assert not multiprocessing.active_children()
 
 
-def test_processes_are_for_judges_on_a_gpu(rows: list[ImageRow]) -> None:
+def test_processes_are_for_judges_on_a_gpu(rows: list[ImageRow], monkeypatch: pytest.MonkeyPatch) -> None:
     assert ahead.worker_count(10**6) == 0 or torch.cuda.is_available()
-    assert not load_reward("clip_score", run_device="cpu").capabilities.takes_gpu_images
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for cores, beside, workers in ((1, 1, 0), (2, 1, 0), (8, 1, 6), (8, 2, 2)):
+        monkeypatch.setattr(ahead.os, "sched_getaffinity", lambda _, cores=cores: range(cores))
+        monkeypatch.setattr(ahead.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**40))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(beside))
+        assert ahead.worker_count(10**6) == workers
+    monkeypatch.undo()
+    assert not ahead.takes_decoded(load_reward("clip_score", run_device="cpu"))
     assert list(ahead.decode_ahead(rows, str, [load_reward("jpeg_size")])) == [None] * len(rows)
