@@ -6,7 +6,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -182,25 +184,28 @@ def _scorer(
 ) -> Callable[[Parts], Iterator[HeldoutResult]]:
     """Return a function that scores parts of stored images as `evaluate` does drawn ones."""
 
+    def score_part(part: Sequence[ImageRow], decoded: Sequence[Tensor | None]) -> HeldoutResult:
+        tally = Tally(correctness=correctness, samples="images")
+        prompts, records = [row.prompt for row in part], [row.metadata for row in part]
+        images = [resolve_image(row.image) for row in part]
+        pixels = [i if levels is None else levels for i, levels in zip(images, decoded, strict=True)]
+        for name, reward in rewards.items():
+            scores = score_named(reward, pixels if takes_decoded(reward) else images, prompts, records, name=name)
+            tally.add(name, reward, scores, len(part))
+        return HeldoutResult(
+            prompts=tuple(prompts),
+            tags=record_tags([record or {} for record in records]),
+            seeds=np.array([row.seed for row in part], dtype=np.int64),
+            images=np.zeros((0, 1, 1, 3), np.uint8),
+            image_index=np.zeros(0, np.int64),
+            **tally.fields(rewards, len(part)),
+        )
+
     def score(parts: Parts) -> Iterator[HeldoutResult]:
-        batches = [rows[part] for part in parts]
-        ahead = decode_ahead([row.image for rows in batches for row in rows], resolve_image, rewards.values())
-        for chosen in batches:
-            tally = Tally(correctness=correctness, samples="images")
-            prompts, records = [row.prompt for row in chosen], [row.metadata for row in chosen]
-            images = [resolve_image(row.image) for row in chosen]
-            decoded = [image if (pixels := next(ahead)) is None else pixels for image in images]
-            for name, reward in rewards.items():
-                samples = decoded if takes_decoded(reward) else images
-                scores = score_named(reward, samples, prompts, records, name=name)
-                tally.add(name, reward, scores, len(chosen))
-            yield HeldoutResult(
-                prompts=tuple(prompts),
-                tags=record_tags([record or {} for record in records]),
-                seeds=np.array([row.seed for row in chosen], dtype=np.int64),
-                images=np.zeros((0, 1, 1, 3), np.uint8),
-                image_index=np.zeros(0, np.int64),
-                **tally.fields(rewards, len(chosen)),
-            )
+        chosen = [rows[part] for part in parts]
+        paths = [row.image for part in chosen for row in part]
+        with closing(decode_ahead(paths, resolve_image, rewards.values())) as ahead:
+            for part in chosen:
+                yield score_part(part, list(islice(ahead, len(part))))
 
     return score
