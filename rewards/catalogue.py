@@ -148,6 +148,8 @@ def load_judge(name: str, *, run_device: str | None = None, **options: Any) -> P
     if not isinstance(judge, PointwiseReward | PairwiseReward):
         raise _incomplete(name, judge, "reward", "PointwiseReward")
     judge = with_capabilities(judge)
+    if options.get("max_tokens_per_batch") == "auto":
+        _ = judge.identity  # some load at their first score, and a run measures the batches of loaded ones
     if judge.capabilities.takes_gpu_images and str(options.get("device", run_device)).startswith("cpu"):
         judge.capabilities = replace(judge.capabilities, takes_gpu_images=False)
     return judge

@@ -124,7 +124,8 @@ def _load_judges(config: FlowGRPOConfig, inputs: Inputs, images: Tensor, record:
     """Score images, as judges load at their first score."""
     prompts, records = [str(record["prompt"])] * len(images), [{**record, "group_id": 0}] * len(images)
     for judge in [*inputs.rewards.values(), *([] if config.learns_unrewarded else [inputs.reward])]:
-        takes_gpu_images = with_capabilities(judge).capabilities.takes_gpu_images
-        judge.score(images if takes_gpu_images else images.cpu(), prompts, records)
+        capabilities = with_capabilities(judge).capabilities
+        if not capabilities.discriminators:  # they are loaded, and score nothing before a run
+            judge.score(images if capabilities.takes_gpu_images else images.cpu(), prompts, records)
     if inputs.features is not None:
         inputs.features(images)

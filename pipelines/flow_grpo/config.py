@@ -313,10 +313,10 @@ def _broken_rules(s: FlowGRPOConfig) -> Iterator[str]:
             )
     if s.auto_batches and s.run.sharding:
         yield f"{s.auto_batches[0]} is auto, which is measured without run.sharding. Give a number."
-    if s.optimizer.micro_batch == "auto" and (s.objective.ascent or s.objective.few_step):
+    if s.auto_batches and (s.objective.ascent or s.objective.few_step):
         yield (
-            "optimizer.micro_batch is auto, which measures a forward and a backward of the network, and "
-            f"objective.algorithm={s.objective.algorithm} holds more than one. Give a number."
+            f"{s.auto_batches[0]} is auto, which measures a forward and a backward of one network, and "
+            f"objective.algorithm={s.objective.algorithm} holds more. Give a number."
         )
     if s.data.cycle is not None and not s.data.balance:
         yield "data.cycle orders the tags of a balanced set; set data.balance=true with it."

@@ -16,12 +16,15 @@ from tests.support.models.sd3 import tiny_sd3_pipeline
 from tests.support.training.images import toy_trainer
 from visalign.config import load_config
 from visalign.errors import ConfigError, UserError
-from visalign.memory import largest_batch
+from visalign.interfaces import RewardCapabilities
+from visalign.memory import BatchSize, largest_batch
 from visalign.pipelines.flow_grpo import batches
 from visalign.pipelines.flow_grpo.inputs import prepare
 from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, plan, run
 from visalign.pipelines.flow_grpo.parts import build_policy
+from visalign.pipelines.shared.plan import parts_of
 from visalign.pipelines.text.config import TextGRPOConfig
+from visalign.rewards import load_reward
 
 AUTO = ("rollout.batch_size=auto", "optimizer.micro_batch=auto", "model.decode_batch=auto")
 
@@ -109,6 +112,18 @@ def test_each_batch_is_measured_by_its_own_pass_and_processes_take_the_smallest(
         batches.find_batches(config, policy, inputs, card, {})  # type: ignore[arg-type]
 
 
+def test_judges_are_loaded_before_they_are_measured():
+    """One that would load at its first score has its batch at once; one that learns scores nothing before a run."""
+    judge: Any = load_reward("hpsv3", max_tokens_per_batch="auto", run_device="cpu")
+    assert [batch.is_auto for batch in parts_of(judge, BatchSize, set())] == [True]
+    learning = SimpleNamespace(capabilities=RewardCapabilities(discriminators={"it": judge}), score=None)
+    scored: list[int] = []
+    other = SimpleNamespace(capabilities=RewardCapabilities(), score=lambda images, *_: scored.append(len(images)))
+    inputs: Any = SimpleNamespace(rewards={"learning": learning, "other": other}, reward=learning, features=None)
+    batches._load_judges(SimpleNamespace(learns_unrewarded=False), inputs, torch.rand(2, 3, 8, 8), {"prompt": "a"})  # type: ignore[arg-type]
+    assert scored == [2]
+
+
 def test_a_resumed_run_has_the_batches_that_it_began_with(model, tmp_path, capsys):
     numbers = {"rollout.batch_size": 64, "optimizer.micro_batch": 64, "model.decode_batch": None}
     summary = run(_config(model), tmp_path)
@@ -127,7 +142,7 @@ def test_a_plan_has_the_defaults(model):
 
 
 def test_what_cannot_be_measured_is_refused(model, tmp_path):
-    with pytest.raises(UserError, match=r"micro_batch is auto.*draft holds more than one"):
+    with pytest.raises(UserError, match=r"batch_size is auto.*draft holds more\."):
         _config(model, "objective.algorithm=draft")
     with pytest.raises(UserError, match=r"rollout.batch_size is auto, which is measured without run.sharding"):
         _config(model, "run.sharding=true")
