@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from visalign.precision import default_device
+from visalign.remote import ServerConnection
 from visalign.rewards.weights.checkpoint_files import PRECISIONS, precision_on
 
 from .plan import parts_of
@@ -20,9 +21,12 @@ from .plan import parts_of
 def place_of(part: Any, options: Mapping[str, Any] | None = None) -> str:
     """Return device and dtype of the largest weight of a model or reward, such as "cuda:0 (NVIDIA H200) in bfloat16".
 
-    A reward that loads its network later has those of the `options` that it was made with; others compute on the CPU.
+    A reward that loads its network later has those of the `options` that it was made with. Others compute on a server
+    or on the CPU.
     """
     weights = [weight for network in parts_of(part, nn.Module, set()) for weight in network.parameters()]
+    if not weights and any(True for _ in parts_of(part, ServerConnection, set())):
+        return "a server"
     if not weights:
         arguments, options = inspect.signature(type(part)).parameters, options or {}
         device = str(options.get("device") or default_device()) if "device" in arguments else "cpu"

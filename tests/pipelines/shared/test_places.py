@@ -21,9 +21,10 @@ def test_device_and_dtype_are_those_of_the_largest_weight_or_as_chosen(capsys) -
     policy: Any = load_policy("shapes-sd3", dtype=torch.bfloat16, lora=LoraSettings(rank=2))
     assert place_of(policy) == "cpu in bfloat16"
     capsys.readouterr()  # bars of loading
-    load_each(["clip_score", "jpeg_size"], ["clip_score.precision=bf16"], load_reward, "cpu")
-    captured = capsys.readouterr()
-    assert captured.err == "Computing: clip_score on cpu in bfloat16; jpeg_size on cpu.\n" and not captured.out
+    options = ["clip_score.precision=bf16", "rubric.base_url=http://127.0.0.1:9", "rubric.model=m"]
+    load_each(["clip_score", "jpeg_size", "rubric"], options, load_reward, "cpu")
+    captured, places = capsys.readouterr(), "clip_score on cpu in bfloat16; jpeg_size on cpu; rubric on a server"
+    assert captured.err == f"Computing: {places}.\n" and not captured.out
 
 
 def test_a_dtype_that_a_card_emulates_is_refused(monkeypatch) -> None:
