@@ -12,6 +12,7 @@ from typing import Any
 
 from visalign.config import PIPELINE_KEY, load_config, read_config, resolve_config
 from visalign.errors import ConfigError, UserError, suggestion
+from visalign.settings import MOST_COUNTED
 
 from .shared.learning_rate import FIND, KEY, plan_search, run_with_found_rate, split_search
 
@@ -83,4 +84,6 @@ def until_images(job: Job, images: int) -> Job:
         others = "flow_grpo, pref_grpo and sft_images"
         raise UserError(f"--images is for {others}, and the pipeline here is {job.config.pipeline}. Leave it out.")
     iterations = math.ceil(images / (rollout.prompts_per_iteration * rollout.group_size))
+    if iterations > MOST_COUNTED:
+        raise UserError(f"--images {images} takes {iterations} iterations, and a run has at most {MOST_COUNTED}.")
     return replace(job, config=replace(job.config, run=replace(job.config.run, iterations=iterations)))

@@ -227,6 +227,8 @@ def test_the_plan_of_several_processes_says_what_each_holds(folders, monkeypatch
     assert said["batch"]["images"] == 4 * 288 and "20% of" in said["hours"]["basis"]
     refused = CliRunner().invoke(app, ["plan", "text_dpo", "--images", "1000"])
     assert refused.exit_code == 2 and "the pipeline here is text_dpo" in " ".join(refused.output.split())
+    refused = CliRunner().invoke(app, ["plan", "shapes_flow_grpo", "--images", f"{10**15}"])
+    assert refused.exit_code == 2 and "takes 3472222222223 iterations" in refused.output
     assert said["batch"]["processes"] == 3 and "gradients_exchanged" in said["memory_in_GB"]
 
 
