@@ -90,6 +90,8 @@ class HpJudge(TrainedJudge):
         self.module.requires_grad_(False)
         self.module.head.requires_grad_(True)
         self.ict = None if model.ict is None else Ict(model.ict, device=device, cache_bytes=0)
+        if self.ict is not None:
+            _ = self.ict.module  # a broken folder shows before the run begins
         if model.train == "full":
             encoder: Any = self.module.encoder.model
             is_open = self.module.encoder.is_open_clip

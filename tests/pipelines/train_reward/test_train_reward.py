@@ -350,6 +350,8 @@ def test_hp_learns_both_inequalities_of_a_triple(models, tmp_path):
 def test_hp_learns_triples_next_to_a_trained_ict(models, tmp_path):
     """The loss is that of core on HP's scores and ICT's cosines of the three images."""
     model = {"ict": str(models / "clip")}
+    with pytest.raises(RewardError, match="There is no folder 'nowhere'"):
+        build_judge(_config(models, "hp", "head", "ict_hp", model={"ict": "nowhere"}), torch.device("cpu"))
     config = _config(models, "hp", "head", "ict_hp", model=model, objective={"product": 2.0})
     judge, inputs = build_judge(config, torch.device("cpu")), prepare_reward(config)
     assert {len(inputs.train[n].images) for n in range(12)} == {3} and len(_examples(config)[0].images) == 2
