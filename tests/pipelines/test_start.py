@@ -71,7 +71,9 @@ def test_batches_that_a_plan_says_will_not_fit_are_not_planned(monkeypatch):
         return SimpleNamespace(config=tried.append(size), estimate=lambda config: {"memory_in_GB": memory})
 
     monkeypatch.setattr("visalign.pipelines.start.load_job", planned)
-    assert yaml.safe_load(draft_config("shapes-sd3", memory=25))["optimizer"]["micro_batch"] == 4
+    content = yaml.safe_load(text := draft_config("shapes-sd3", prompts="own.txt", memory=25))
+    assert content["optimizer"]["micro_batch"] == 4 and content["data"]["train"] == "own.txt"
+    assert "Name your reward\n" in text
     assert tried == [16, 4]  # and not 8, which 16 says to be too large
 
 
