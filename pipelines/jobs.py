@@ -81,8 +81,8 @@ def until_images(job: Job, images: int) -> Job:
 
     rollout = getattr(job.config, "rollout", None)
     if not isinstance(rollout, RolloutSettings):
-        others = "flow_grpo, pref_grpo and sft_images"
-        raise UserError(f"--images is for {others}, and the pipeline here is {job.config.pipeline}. Leave it out.")
+        pipelines = "flow_grpo, pref_grpo and sft_images"
+        raise UserError(f"--images is for {pipelines}, and the pipeline here is {job.config.pipeline}. Leave it out.")
     iterations = math.ceil(images / (rollout.prompts_per_iteration * rollout.group_size))
     if iterations > MOST_COUNTED:
         raise UserError(f"--images {images} takes {iterations} iterations, and a run has at most {MOST_COUNTED}.")

@@ -127,10 +127,10 @@ def _look_at_pipeline(model: str, images: str | None, prompts: str | None) -> tu
     size = {"image_size": EDITED} if family.source == "needed" else {}  # a batch of edits has one
     settings["model"] |= size
     settings["evaluation"] = {"correctness": None, "rewards": {"clip_score": {}}}
-    own = "" if images or prompts else ", and your prompts as data.train"
+    hint = "" if images or prompts else ", and your prompts as data.train"
     return settings, [
         f"model: its index names a {index['_class_name']}: {settings['pipeline']}",
         f"dtype: {sampling.dtype}, as the weights are stored; adapters are float32",
         f"call: the pipeline's own {sampling.steps} steps and guidance {sampling.guidance or 'none'}",
-        f"clip_score: the packaged CLIP knows rendered shapes alone. Name your reward{own}",
+        f"clip_score: the packaged CLIP knows rendered shapes alone. Name your reward{hint}",
     ]

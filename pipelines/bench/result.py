@@ -62,7 +62,7 @@ def _with_accuracy(results: Mapping[str, HeldoutResult]) -> dict[str, HeldoutRes
     """Add the verdicts, if there are any, to the scores, in place of a reward that only repeats them."""
     with_verdicts, measured = [result for result in results.values() if result.judged.any()], dict(results)
     for label, result in results.items() if with_verdicts else ():
-        rest = {n: s for n, s in result.scores.items() if not all(judged.is_verdict(n) for judged in with_verdicts)}
+        rest = {n: s for n, s in result.scores.items() if not all(checked.is_verdict(n) for checked in with_verdicts)}
         units, directions = {ACCURACY: "share correct", **result.units}, {ACCURACY: True, **result.higher_is_better}
         scores = {ACCURACY: result.outcome(), **rest}
         measured[label] = replace(result, scores=scores, units=units, higher_is_better=directions)

@@ -45,11 +45,11 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def say_places(places: Mapping[str, str]) -> None:
+def say_places(locations: Mapping[str, str]) -> None:
     """Print where models and rewards compute (label -> `place_of`) to the error stream."""
     labels: dict[str, list[str]] = {}
-    for label, place in places.items():
-        labels.setdefault(place, []).append(label)
+    for label, location in locations.items():
+        labels.setdefault(location, []).append(label)
     if labels:
-        line = "; ".join(f"{', '.join(names)} on {place}" for place, names in labels.items())
+        line = "; ".join(f"{', '.join(names)} on {location}" for location, names in labels.items())
         print(f"Computing: {line}.", file=sys.stderr)

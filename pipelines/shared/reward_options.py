@@ -66,7 +66,7 @@ def load_each(names: Sequence[str], options: Sequence[str], load: Any, device: s
     if device is not None:
         check_device(device)
     chosen = reward_options(options, list(dict.fromkeys(names)))
-    rewards = {name: with_capabilities(load(name, run_device=device, **own)) for name, own in chosen.items()}
+    rewards = {name: with_capabilities(load(name, run_device=device, **options)) for name, options in chosen.items()}
     say_places({name: place_of(reward, {"device": device, **chosen[name]}) for name, reward in rewards.items()})
     return rewards
 

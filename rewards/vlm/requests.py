@@ -63,8 +63,8 @@ class PatchEncoder:
     def features(self, trunk: Any, images: Sequence[SeenImage]) -> list[ImageFeatures]:
         alike: dict[Any, list[SeenImage]] = {}  # images without a gradient by size: they are cut together
         for image in images:
-            alone = image.pixels.ndim == 4 or image.pixels.is_floating_point()
-            alike.setdefault(image.digest if alone else image.pixels.shape, []).append(image)
+            is_single = image.pixels.ndim == 4 or image.pixels.is_floating_point()
+            alike.setdefault(image.digest if is_single else image.pixels.shape, []).append(image)
         device = trunk.get_input_embeddings().weight.device
         where = device if device.type == "cuda" else "cpu"  # no other has float64 and PIL's pixels
         patches: dict[SeenImage, Tensor] = {}

@@ -267,4 +267,4 @@ def test_bad_options_are_refused_by_message(light: Light) -> None:
     done = visalign("images", "-p", "x", "-r", "light", "--resume")
     assert done.exit_code == 2 and "Add --output FILE." in done.output
     done = visalign("images", "-r", "light")
-    assert done.exit_code == 2 and "put a prompt into '0.txt' next to the image" in " ".join(done.output.split())
+    assert done.exit_code == 2 and "Put one into '0.txt' next to the image" in " ".join(done.output.split())

@@ -83,11 +83,11 @@ class PipelineCall:
         self.nothing: Encoded = positive(self.encode("", guided=self.guided, source=self._blank))
         """The empty prompt, for calls whose prompt does not matter."""
         config = next(iter(self.networks.values())).config
-        if (most := 2 * config.get("rope_max_seq_len", 2**30)) < max(self.latent_shape[-2:]):  # Wan's, in patches
+        if (longest := 2 * config.get("rope_max_seq_len", 2**30)) < max(self.latent_shape[-2:]):  # Wan's, in patches
             scale = self.pipe.vae_scale_factor_spatial
             raise UserError(
                 f"image_size is {' x '.join(str(n * scale) for n in self.latent_shape[-2:])} pixels, and the rotary "
-                f"table of this {type(self.pipe).__name__} ends at {most * scale} a side. Take a smaller size."
+                f"table of this {type(self.pipe).__name__} ends at {longest * scale} a side. Take a smaller size."
             )
 
     @torch.no_grad()
