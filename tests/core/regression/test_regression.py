@@ -220,6 +220,7 @@ def test_a_row_with_changes() -> None:
     [
         ("difusion_nft", {}, "no regression 'difusion_nft'. Did you mean 'diffusion_nft'"),
         ("awm", {"loss_options": {"beta": 1}}, "regression loss 'elbo' has no option 'beta'"),
+        ("awm", {"weighting": "predicton"}, r"sigma_sqrt, prediction; got 'predicton' .*Did you mean 'prediction'"),
         ("awm", {"level_range": 0.5}, "level_range must be a list; got 0.5"),
         ("awm", {"anchor": "reference"}, "anchor of loss='elbo' must be one of old; got 'reference'"),
         ("diffusion_nft", {"weighting": "epsilon"}, "loss='nft' has a weight of its own"),

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache, cached_property
 from types import NoneType, UnionType
@@ -109,9 +109,11 @@ class Stage:
                     f"options: {', '.join(sorted(self.options)) or 'none'}."
                 )
             interval = RANGES.get(f"{name}.{option}", RANGES.get(option, "(-inf, inf)"))
-            if not any(_fits(value, kind, interval) for kind in self.types[option]):
-                allowed = " or ".join(_describe(kind, interval) for kind in self.types[option])
-                raise ValueError(f"{option} must be {allowed}; got {value!r} ({label} {name!r}).")
+            kinds = self.types[option]
+            if not any(_fits(value, kind, interval) for kind in kinds):
+                names = [choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind)]
+                got = f"got {value!r} ({label} {name!r}). {suggestion(str(value), names)}".rstrip()
+                raise ValueError(f"{option} must be {_describe(kinds, names, interval)}; {got}")
         values = {**self.options, **options}
         open_ends = [bound for bound in ("low", "high") if values.get(f"{bound}_end", 0) is None]
         values |= {f"{bound}_end": values[bound] for bound in open_ends}  # a bound without an end stays
@@ -173,8 +175,8 @@ def _fits(value: Any, kind: Any, interval: str) -> bool:
     return above and (value <= high if interval[-1] == "]" else value < high)  # NaN is in none
 
 
-def _describe(kind: Any, interval: str) -> str:
-    if get_origin(kind) is Literal:
-        return f"one of {', '.join(get_args(kind))}"
-    names = {bool: "True or False", str: "a name", NoneType: "None", Mapping: "a mapping", tuple: "a list"}
-    return names.get(get_origin(kind) or kind) or f"a {'whole ' if kind is int else ''}number in {interval}"
+def _describe(kinds: Sequence[Any], names: Sequence[str], interval: str) -> str:
+    words = {bool: "True or False", str: "a name", NoneType: "None", Mapping: "a mapping", tuple: "a list"}
+    words |= {int: f"a whole number in {interval}", float: f"a number in {interval}"}
+    others = [words[get_origin(kind) or kind] for kind in kinds if get_origin(kind) is not Literal]
+    return " or ".join([f"one of {', '.join(names)}"] * bool(names) + others)
