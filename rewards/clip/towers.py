@@ -51,8 +51,9 @@ IMAGE_CACHE_BYTES = 64 << 20
 class ClipTowers:
     """A contrastive model as the judges use it; loaded when it is first needed.
 
-    Equal images and equal prompts are encoded once per call, and not again in later calls while their
-    features are in the cache. The cache forgets all when a weight of the model changes.
+    Equal images and equal prompts are encoded once per call, and not again in later calls while their features are in
+    the cache. Images on a GPU are encoded each time, since to compare them takes longer. The cache forgets all when a
+    weight of the model changes.
 
     Args:
         model: what `load_clip` takes, or a model that is loaded already.
@@ -189,7 +190,6 @@ class ClipTowers:
             self._notes = {}  # another thread may still read the old ones
         notes = self._notes
         new = {prompt: ("", prompt_problem(prompt)) for prompt in prompts if prompt not in notes}
-        notes |= new
         sound = [prompt for prompt, (_, problem) in new.items() if problem is None]
         end = self.parts.end
         if end is not None and sound:
@@ -204,9 +204,10 @@ class ClipTowers:
                 spelled = "end" if len(set(behind)) > 1 else "start" if self._start in ids[1:] else ""
                 if spelled:
                     reason = f"the prompt spells out the model's {spelled} token; remove it from the text"
-                    notes[prompt] = ("", reason)
+                    new[prompt] = ("", reason)
                 elif int((full[number] == end).int().argmax()) > length - 1:
-                    notes[prompt] = (f"the prompt was cut to {length} tokens", None)
+                    new[prompt] = (f"the prompt was cut to {length} tokens", None)
+        notes |= new  # complete: an error above leaves no half of a note
         for row, prompt in enumerate(prompts):
             reasons[row] = reasons[row] or notes[prompt][1]
         return [notes[prompt][0] for prompt in prompts]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,16 @@ def test_a_prompt_that_was_cut_shows_in_the_parts(name, images):
     cut = scores.parts["cut"]
     assert cut[[0, 1, 3]].tolist() == [0, 1, 0] and cut.isnan().tolist() == [False, False, True, False]
     assert scores.text is not None and scores.text[1].startswith("the prompt was cut to 12 tokens")
+
+
+def test_a_reading_that_fails_leaves_no_note_that_a_prompt_is_whole(monkeypatch):
+    reward: Any = load_reward("clip_score", run_device="cpu")
+    long, parts = "a red circle and " * 20, reward.towers.parts
+    monkeypatch.setattr(reward.towers, "parts", replace(parts, tokenizer=None))
+    with pytest.raises(TypeError):
+        reward.towers.read_prompts([long], [None])
+    monkeypatch.setattr(reward.towers, "parts", parts)
+    assert reward.towers.read_prompts([long], [None])[0].startswith("the prompt was cut")
 
 
 SPELLED = [
