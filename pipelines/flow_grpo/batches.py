@@ -59,10 +59,10 @@ def find_batches(
     return numbers
 
 
-def note_batches(numbers: Numbers, device: torch.device) -> list[str]:
-    """Say what auto is in a run."""
+def note_batches(numbers: Numbers, *, measured: bool) -> list[str]:
+    """Say what auto is in a run: sizes that were measured, now or when the run began, or defaults."""
     listed = ", ".join(f"{key}={'null' if number is None else number}" for key, number in numbers.items())
-    why = "" if device.type == "cuda" else " These are the defaults, as there is no GPU to measure."
+    why = "" if measured else " These are the defaults, as there is no GPU to measure."
     return [f"auto: {listed}.{why}"] if numbers else []
 
 

@@ -41,7 +41,8 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
     notes = inputs.notes if prompt_cache is None else (*inputs.notes, fill_prompts(policy, prompt_cache, accelerator))
     stored = read_object(output / BATCHES) if (output / BATCHES).is_file() else {}
     batches = find_batches(config, policy, inputs, accelerator, stored)
-    config, notes = config.with_batches(batches), (*notes, *note_batches(batches, accelerator.device))
+    measured = bool(stored) or accelerator.device.type == "cuda"
+    config, notes = config.with_batches(batches), (*notes, *note_batches(batches, measured=measured))
     algorithm = _build_algorithm(config, policy, inputs, accelerator, output)
     rollout, evaluation, row = config.rollout, config.evaluation, config.objective.regression
     sampling = {"steps": rollout.steps, "timestep_schedule": rollout.timestep_schedule}

@@ -133,8 +133,9 @@ def test_a_resumed_run_has_the_batches_that_it_began_with(model, tmp_path, capsy
     (tmp_path / "batches.json").write_text(json.dumps({"rollout.batch_size": 3, "optimizer.micro_batch": 5}))
     summary = run(_config(model, "run.iterations=2"), tmp_path, resume=True)
     assert (summary["config"]["rollout"]["batch_size"], summary["config"]["optimizer"]["micro_batch"]) == (3, 5)
-    shown = capsys.readouterr()
-    assert "auto: rollout.batch_size=64, optimizer.micro_batch=64" in " ".join((shown.out + shown.err).split())
+    shown = " ".join("".join(capsys.readouterr()).split())
+    assert "auto: rollout.batch_size=64, optimizer.micro_batch=64" in shown
+    assert shown.count("These are the defaults") == 1  # not of the numbers that were stored
 
 
 def test_a_plan_has_the_defaults(model):
