@@ -41,9 +41,10 @@ def largest_batch(peak: Callable[[int], float], free: float, limit: int) -> int:
 
 
 def fit_batch(work: Callable[[int], Tensor], limit: int, *, reserved: float = 0.0, share: float = 1.0) -> int | None:
-    """Measure `largest_batch` of a work on a GPU; None on another device, which the work's result names.
+    """Measure the `largest_batch` of `work`: 0 where not even one fits, None where there is no GPU.
 
-    Of the free bytes `reserved` are for what comes later, and a `share` of the rest may be used.
+    `work` runs a batch of some size, and its result is on the device. Of the free bytes `reserved` are left for what
+    comes later, and a `share` of the rest may be used.
     """
     try:
         with torch.compiler.set_stance("force_eager"):  # each size would compile anew
@@ -74,9 +75,13 @@ def _peak_bytes(work: Callable[[int], Tensor], device: torch.device, size: int) 
 
 
 class BatchSize:
-    """Inputs that go through a judge's network together: a number, or with `auto` measured when it is first read.
+    """Size of a judge's batches: a number, or with "auto" measured when it is first read.
 
-    `trial` runs a batch of so many, `default` of which are taken without a GPU; `unit` are tokens of an input.
+    Args:
+        size: number of inputs or of their tokens, or "auto".
+        trial: runs a batch of some number of inputs, to measure its memory.
+        default: size without a GPU.
+        unit: tokens of an input of `trial`, where the size counts tokens.
     """
 
     largest = 1024
@@ -86,7 +91,7 @@ class BatchSize:
         self.trial, self.default, self.unit = trial, default, unit
 
     def read(self) -> int:
-        """Return the number."""
+        """Return the size."""
         if self.number is None:
             self.number = self.measure()
         if not self.number:
@@ -94,6 +99,6 @@ class BatchSize:
         return self.number
 
     def measure(self, *, reserved: float = 0.0, share: float = 1.0) -> int:
-        """Measure the number for `fit_batch`'s limits; 0 where not even one input fits."""
+        """Measure the size within `fit_batch`'s limits; 0 where not even one input fits."""
         size = fit_batch(self.trial, self.largest, reserved=reserved, share=share)
         return self.default if size is None else size * self.unit

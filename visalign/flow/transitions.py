@@ -57,7 +57,7 @@ class Transition:
         x_next = x_next.to(self.mean)
         if form == "quadratic":
             return reduce_event(-(x_next - self.mean).square(), 1, log_prob_reduction)
-        # `rollout` checks its steps on the CPU
+        # a GPU would wait for the check; `rollout` makes it on the CPU before its first step
         if self.std.device.type == "cpu" and not bool((self.std > 0).all()):
             raise ValueError(
                 f"The log-probability is undefined: the smallest std is {float(self.std.min()):.3g}. A step "
