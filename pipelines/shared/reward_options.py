@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from visalign.config import UNREADABLE, check_bounds
@@ -65,6 +66,8 @@ def load_each(names: Sequence[str], options: Sequence[str], load: Any, device: s
 
     if device is not None:
         check_device(device)
+        if device.startswith("cuda:"):
+            torch.cuda.set_device(device)  # for images that are decoded ahead, which go to the present one
     chosen = reward_options(options, list(dict.fromkeys(names)))
     rewards = {name: with_capabilities(load(name, run_device=device, **options)) for name, options in chosen.items()}
     say_places({name: place_of(reward, {"device": device, **chosen[name]}) for name, reward in rewards.items()})

@@ -27,6 +27,15 @@ def test_device_and_dtype_are_those_of_the_largest_weight_or_as_chosen(capsys) -
     assert captured.err == f"Computing: {places}.\n" and not captured.out
 
 
+def test_images_that_are_decoded_ahead_go_to_the_device_of_the_judges(monkeypatch) -> None:
+    chosen: list[str] = []
+    monkeypatch.setattr("visalign.pipelines.shared.reward_options.check_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    for device in ("cuda:1", "cuda", "cpu"):
+        load_each([], [], load_reward, device)
+    assert chosen == ["cuda:1", "cuda:1", "cuda", "cpu"]
+
+
 def test_a_dtype_that_a_card_emulates_is_refused(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla V100")
