@@ -68,7 +68,6 @@ OF_THE_READER = (
 SAME = {
     "--output runs/two": "the command before it, in two processes: tests/pipelines/train_reward/test_processes.py",
     "--output runs/flow": "docs/start/fine_tune.md, by tests/house/test_page_commands.py",
-    "--dry-run": "docs/start/fine_tune.md, by tests/house/test_page_commands.py",
     "labels.source=training": "tests/pipelines/ugda/test_rounds.py",
     "objective.algorithm=awm": "tests/pipelines/flow_grpo/test_matrix.py",
     "rollout.scout=": "tests/pipelines/flow_grpo/test_matrix.py",
@@ -111,6 +110,8 @@ def test_every_trainer_page_begins_with_a_start_that_runs() -> None:
             assert "What we measured" not in heads[:-1], page.name
     started = {block.page.name for block in STARTS if runnable(block)}
     assert started == {page.name for page in pages} - tables
+    commands = [" ".join(words) for block in STARTS for words in runnable(block)]
+    assert not [part for part in SAME if not any(part in command for command in commands)]
 
 
 @pytest.mark.slow
