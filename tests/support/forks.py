@@ -39,6 +39,7 @@ def in_fork(work: Callable[..., object], *arguments: object) -> str:
     """Do `work` in a fork to its end; return what it printed."""
     fork = Fork(work, *arguments)
     code, printed = fork.wait()
+    fork.output.unlink()
     if code is None:  # a fork that hangs would be waited for at exit
         os.killpg(fork.pid, signal.SIGKILL)
     assert code == 0, printed[-3000:]
