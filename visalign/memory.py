@@ -27,7 +27,7 @@ def largest_batch(peak: Callable[[int], float], free: float, limit: int) -> int:
     """Double a batch, up to `limit`, while it takes at most `SHARE` of the free bytes; 0 where not even one fits.
 
     `peak` measures the bytes that a batch takes, ∞ where memory ran out. A line through batches of one and two
-    foretells the others, and the batch that it leads to is halved while it takes more.
+    predicts larger ones. The batch that it leads to is measured, and halved while it takes more.
     """
     allowed, first, size = SHARE * free, peak(1), 1
     if first > free:

@@ -67,7 +67,7 @@ def load_each(names: Sequence[str], options: Sequence[str], load: Any, device: s
     if device is not None:
         check_device(device)
         if device.startswith("cuda:"):
-            torch.cuda.set_device(device)  # for images that are decoded ahead, which go to the present one
+            torch.cuda.set_device(device)  # images that are decoded ahead go to the current one
     chosen = reward_options(options, list(dict.fromkeys(names)))
     rewards = {name: with_capabilities(load(name, run_device=device, **options)) for name, options in chosen.items()}
     say_places({name: place_of(reward, {"device": device, **chosen[name]}) for name, reward in rewards.items()})

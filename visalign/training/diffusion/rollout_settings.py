@@ -105,9 +105,9 @@ class RolloutSettings:
     log_prob_reduction: Literal["mean", "sum"] = "mean"
     """Log-probability of a step: "mean" over the latent's numbers, as published, or their "sum"."""
     batch_size: AutoCount = 64
-    """Samples that go through the network together while sampling; bounds memory only. auto: before training on a GPU
-    the batch is doubled until it would take 85 % of the free memory (of the largest of image_sizes); batches.json of
-    the run keeps the number. Without a GPU it is the default."""
+    """Samples that go through the network together while sampling; bounds memory only. auto: measured before training
+    on a GPU, doubled until it would take 85 % of the free memory, at the largest of image_sizes. batches.json of the
+    run keeps the number. Without a GPU, and in a plan, it is the default."""
     overlap: Count = 1
     """Chunks in which an iteration is sampled: while one is sampled, the previous one is scored in a thread.
     It helps where the reward runs elsewhere (a server, another GPU), and changes no sample."""
