@@ -49,6 +49,7 @@ def decode_ahead(
         collate_fn=_pack,
         pin_memory=torch.cuda.is_available(),
         multiprocessing_context="fork",
+        generator=torch.Generator(),  # not torch's own, which others draw from
     )
     for levels, shapes in chunks:
         pixels = levels.to("cuda" if levels.is_pinned() else "cpu", non_blocking=True)

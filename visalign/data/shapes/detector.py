@@ -90,7 +90,8 @@ def label_map(images: Tensor) -> np.ndarray:
     # A light 3×3 smoothing: takes the noise of single pixels, leaves edges within half a pixel.
     kernel = images.new_tensor([1.0, 4.0, 1.0])
     kernel = (kernel[:, None] * kernel[None, :] / 36.0).expand(3, 1, 3, 3)
-    smooth = F.conv2d(F.pad(images, (1, 1, 1, 1), mode="replicate"), kernel, groups=3)
+    with torch.backends.cudnn.flags(enabled=False):  # cuDNN would round to TF32
+        smooth = F.conv2d(F.pad(images, (1, 1, 1, 1), mode="replicate"), kernel, groups=3)
     red, green, blue = smooth.unbind(1)
     darkest = torch.minimum(torch.minimum(red, green), blue)
     chroma = torch.maximum(torch.maximum(red, green), blue) - darkest
