@@ -81,11 +81,8 @@ def test_the_small_unet_predicts_epsilon_and_is_a_policy() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "low", "high", "every"),
-    [("shapes-sd3", 0.45, 0.75, 8), ("shapes-sd15", 0.1, 0.2, 5)],
-)
-def test_the_generator_is_as_good_as_its_card_says(name: str, low: float, high: float, every: int) -> None:
+@pytest.mark.parametrize(("name", "low", "high"), [("shapes-sd3", 0.45, 0.75), ("shapes-sd15", 0.1, 0.2)])
+def test_the_generator_is_as_good_as_its_card_says(name: str, low: float, high: float) -> None:
     from diffusers import DiffusionPipeline
 
     from assets.build.generator import SEEDS, pipeline_accuracy
@@ -93,10 +90,11 @@ def test_the_generator_is_as_good_as_its_card_says(name: str, low: float, high: 
     pipe = DiffusionPipeline.from_pretrained(str(resolve_model(name)), dtype=torch.float32)
     stated = {name: float(value) for name, value in re.findall(r"^\| (\w+) \| ([\d.]+) \|", card(name), re.MULTILINE)}
     assert set(stated) >= {"all", *CATEGORIES} and low <= stated["all"] <= high
+    every = 5
     measured = pipeline_accuracy(pipe, 1.0, seeds=SEEDS[:1], every=every)
     images = len(heldout_prompts()[::every])
     spread = (stated["all"] * (1 - stated["all"]) / images) ** 0.5
-    assert abs(measured["all"] - stated["all"]) < 3 * spread
+    assert 0 < measured["all"] and abs(measured["all"] - stated["all"]) < 3 * spread
 
 
 def test_clip_is_as_good_as_its_card_says() -> None:
