@@ -178,5 +178,5 @@ def _fits(value: Any, kind: Any, interval: str) -> bool:
 def _describe(kinds: Sequence[Any], names: Sequence[str], interval: str) -> str:
     words = {bool: "True or False", str: "a name", NoneType: "None", Mapping: "a mapping", tuple: "a list"}
     words |= {int: f"a whole number in {interval}", float: f"a number in {interval}"}
-    others = [words[get_origin(kind) or kind] for kind in kinds if get_origin(kind) is not Literal]
-    return " or ".join([f"one of {', '.join(names)}"] * bool(names) + others)
+    type_names = [words[get_origin(kind) or kind] for kind in kinds if get_origin(kind) is not Literal]
+    return " or ".join([f"one of {', '.join(names)}"] * bool(names) + type_names)
