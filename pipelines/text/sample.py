@@ -22,6 +22,7 @@ from visalign.errors import UserError
 from visalign.interfaces import Scores
 from visalign.model_files import read_object
 from visalign.pipelines.shared.parts import Records, check_routes, code_fingerprints, load_terms, name_key, run_device
+from visalign.pipelines.shared.places import place_of, say_places
 from visalign.pipelines.shared.run_folder import (
     RunSummary,
     check_unchanged,
@@ -158,6 +159,7 @@ def run(config: TextSampleConfig, output: Path, resume: bool = False) -> RunSumm
         files = [output / POINTS / f"{number:03d}.json" for number in range(len(config.rollout.points()))]
         missing = [number for number, file in enumerate(files) if not file.is_file()]
         policy = missing and build_text_policy(config.model, run_device(config.run), config.seed, reference=False)
+        say_places({config.model.path: place_of(policy)} if missing else {})
         write_beginning(output, config, prints)
         for number in missing:
             save_point(files[number], _sample_point(config, records, reward, policy, number))
