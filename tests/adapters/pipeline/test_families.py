@@ -303,5 +303,6 @@ def test_another_size_is_as_if_built_with_it(name):
 
 def test_a_size_beyond_the_rotary_table_of_wan_is_refused() -> None:
     pipe, options = tiny_pipeline("wan")
+    too_large: dict[str, Any] = {**options, "image_size": (16, 1024)}
     with pytest.raises(UserError, match=r"image_size is 16 x 1024 pixels, and the rotary table .* ends at 512 a side"):
-        PipelinePolicy(pipe, **options | {"image_size": (16, 1024)})
+        PipelinePolicy(pipe, **too_large)

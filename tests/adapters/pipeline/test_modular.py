@@ -139,7 +139,7 @@ def test_parts_that_are_missing_are_named(folders, tmp_path):
     (tmp_path / "modular_model_index.json").write_text(json.dumps(index))
     for name in ("text_encoder", "tokenizer", "transformer", "vae"):
         (tmp_path / name).symlink_to(folders["flux3"] / name)
-    with pytest.raises(FileNotFoundError, match=r"loaded as Flux3Mod.*: Unable to load prompt_upsam"):
+    with pytest.raises(FileNotFoundError, match=r"loaded as Flux3Mod.* \(Unable to load prompt_upsam"):
         policy_of(tmp_path)
     assert not policy_of(tmp_path, without=["prompt_upsampler"]).guided
     pipe = diffusers.ModularPipeline.from_pretrained(str(folders["flux3"]))

@@ -85,7 +85,7 @@ class Published:
             with self.clock.phase("update"):
                 self._update()
 
-    def _velocity(self, x: Tensor, step: int, context: tuple[Tensor, ...]) -> Tensor:
+    def _velocity(self, x: Tensor, step: int, context: tuple[Any, ...]) -> Tensor:
         """Both halves in one batch, with gradient where there is one."""
         embeds, pooled, null, null_pooled, weights = context
         time = self.policy.times(self.sigmas[step].expand(len(x)))
