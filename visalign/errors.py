@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors whose message the command line prints without a traceback, and helpers that word them."""
+"""Errors that the command line prints without a traceback, and helpers that word messages or make text printable."""
 
 from __future__ import annotations
 
 import difflib
+import re
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
+
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 class UserError(ValueError):
@@ -117,3 +120,12 @@ def suggestion(name: str, allowed: Iterable[str]) -> str:
     "Did you mean 'quickstart'? "
     """
     return did_you_mean(nearest(name, allowed))
+
+
+def escape_control(text: str) -> str:
+    r"""Replace control and bidirectional characters by their escapes, so that they cannot steer a terminal.
+
+    >>> escape_control("a\x1b[2Jb")
+    'a\\x1b[2Jb'
+    """
+    return _CONTROL.sub(lambda hit: ascii(hit[0])[1:-1], text)

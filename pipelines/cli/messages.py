@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from visalign.evaluation.pages.escaping import escape_control
+from visalign.errors import escape_control
 from visalign.signals import Stopped, raise_on_sigterm, signal_name
 
 USER_ERROR = 2  # Exit code for input that cannot be used

@@ -21,8 +21,7 @@ from rich.text import Text
 
 from visalign.atomic import write_atomic
 from visalign.config import config_folder, list_configs, read_config
-from visalign.errors import UserError
-from visalign.evaluation.pages.escaping import escape_control
+from visalign.errors import UserError, escape_control
 
 
 def config_header(text: str) -> list[str]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from visalign.data.sets.image_references import CompletionText, open_bytes, resolve_image
 from visalign.errors import Naming, UserError
-from visalign.evaluation.pages.escaping import csv_cell
+from visalign.evaluation.pages.table_files import csv_cell
 from visalign.interfaces import PointwiseReward, score_named, with_capabilities
 from visalign.rewards.base.ahead import decode_ahead, takes_decoded, worker_count
 from visalign.rewards.base.failure import failure_reasons

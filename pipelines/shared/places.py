@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from visalign.interfaces import RewardCapabilities
 from visalign.precision import default_device
 from visalign.remote import ServerConnection
 from visalign.rewards.weights.checkpoint_files import PRECISIONS, precision_on
@@ -21,18 +22,21 @@ from .plan import parts_of
 def place_of(part: Any, options: Mapping[str, Any] | None = None) -> str:
     """Return device and dtype of the largest weight of a model or reward, such as "cuda:0 (NVIDIA H200) in bfloat16".
 
-    A reward that loads its network later has those of the `options` that it was made with. Others compute on a server
-    or on the CPU.
+    A reward that loads its network later has those of the `options` that it was made with. Others compute on a server,
+    where their images are, or on the CPU.
     """
     weights = [weight for network in parts_of(part, nn.Module, set()) for weight in network.parameters()]
     if not weights and any(True for _ in parts_of(part, ServerConnection, set())):
         return "a server"
     if not weights:
         arguments, options = inspect.signature(type(part)).parameters, options or {}
-        device = str(options.get("device") or default_device()) if "device" in arguments else "cpu"
+        device = str(options.get("device") or default_device())
+        if "device" not in arguments:
+            follows = getattr(part, "capabilities", RewardCapabilities()).takes_gpu_images
+            return "the device of its images" if follows and default_device() != "cpu" else "cpu"
         takes_precision = "precision" in arguments or any(a.kind == a.VAR_KEYWORD for a in arguments.values())
         precision = precision_on(device, options.get("precision", "auto"))
-        is_known = "device" in arguments and takes_precision and precision in PRECISIONS
+        is_known = takes_precision and precision in PRECISIONS
         return f"{device} in {_name(PRECISIONS[precision])}" if is_known else device
     largest = max(weights, key=lambda weight: weight.numel())
     card = f" ({torch.cuda.get_device_name(largest.device)})" if largest.is_cuda else ""

@@ -7,8 +7,7 @@ import csv
 import io
 from pathlib import Path
 
-from visalign.evaluation.pages.escaping import csv_cell
-from visalign.evaluation.pages.table_files import FileTable, to_csv, to_latex, write_tables
+from visalign.evaluation.pages.table_files import FileTable, csv_cell, to_csv, to_latex, write_tables
 
 TABLE = FileTable(
     name="By kind & size",

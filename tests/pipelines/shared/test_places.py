@@ -27,6 +27,13 @@ def test_device_and_dtype_are_those_of_the_largest_weight_or_as_chosen(capsys) -
     assert captured.err == f"Computing: {places}.\n" and not captured.out
 
 
+def test_a_reward_without_weights_that_takes_images_on_a_gpu_follows_them(monkeypatch) -> None:
+    verifier = load_reward("shapes_verifier")
+    assert place_of(verifier) == "cpu"
+    monkeypatch.setattr("visalign.pipelines.shared.places.default_device", lambda: "cuda")
+    assert place_of(verifier) == "the device of its images" and place_of(load_reward("jpeg_size")) == "cpu"
+
+
 def test_images_that_are_decoded_ahead_go_to_the_device_of_the_judges(monkeypatch) -> None:
     chosen: list[str] = []
     monkeypatch.setattr("visalign.pipelines.shared.reward_options.check_device", chosen.append)

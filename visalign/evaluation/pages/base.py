@@ -23,9 +23,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
+from visalign.errors import escape_control
 from visalign.versions import visalign_version
-
-from .escaping import escape_control
 
 FOLDER = Path(__file__).parent
 LARGEST_SIDE = 768

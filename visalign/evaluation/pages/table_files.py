@@ -13,7 +13,7 @@ from typing import Any
 
 from visalign.atomic import write_atomic
 
-from .escaping import csv_cell
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")  # First characters of text that a spreadsheet would run
 
 FOLDER = "tables"
 """Name of the folder for tables, inside a result's folder."""
@@ -103,3 +103,19 @@ def _latex_cell(cell: Any) -> str:
 
 def _number(value: float | None) -> str:
     return "--" if value is None else f"{value:.3g}" if abs(value) >= 1 else f"{value:.3f}"
+
+
+def csv_cell(value: Any) -> Any:
+    """Format one CSV cell: None becomes empty, and an apostrophe precedes text that a spreadsheet would run.
+
+    >>> csv_cell("=1+1"), csv_cell(-0.5), csv_cell(None), csv_cell("-0.5"), csv_cell("a = b")
+    ("'=1+1", -0.5, '', '-0.5', 'a = b')
+    """
+    if value is None:
+        return ""
+    if isinstance(value, str) and value.startswith(_FORMULA):
+        try:
+            float(value)
+        except ValueError:
+            return f"'{value}"
+    return value
