@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from .optimizer import AdamWSettings
+from .optimizer import AdamWSettings, OptimizerSettings
 from .runtime import PhaseClock
 
 
@@ -57,7 +57,7 @@ class Context:
     @property
     def micro_batch(self) -> int:
         """Samples, or (sample, step) pairs, that go through the network together; bounds memory only."""
-        return getattr(self.optimizer, "micro_batch", 64)
+        return getattr(self.optimizer, "micro_batch", int(OptimizerSettings.micro_batch))
 
 
 class Algorithm(Protocol):
