@@ -148,12 +148,13 @@ def _trained_by(folder: Path) -> tuple[str, list[str], dict[str, Any], dict[str,
 def folder_sides(paths: Sequence[str], records: Sequence[Record] | None, scoring: Mapping[str, Any]) -> list[Side]:
     """Read folders or tables of images in one order of prompts; the k-th images of a prompt are a pair.
 
-    With the `records` of a suite the prompts must be among its, and get their records.
+    With the `records` of a suite the prompts must be among its, and get their records; else the first side's tags.
     """
     folders = [Path(path) / SAMPLED if (Path(path) / SAMPLED).is_file() else Path(path) for path in paths]
     tables = [image_rows([folder]) for folder in folders]
     counts = [Counter(row.prompt for row in rows) for rows in tables]
-    suite = {prompt: {} for prompt in counts[0]} if records is None else {str(r["prompt"]): r for r in records}
+    suite: dict[str, Record] = {row.prompt: {"tag": record_tags([row.metadata or {}])[0]} for row in tables[0]}
+    suite = suite if records is None else {str(record["prompt"]): record for record in records}
     for path, count in zip(paths, counts, strict=True):
         if different := [prompt for prompt in counts[0] | count if count[prompt] != counts[0][prompt]]:
             numbers = f"{excerpt(different[0])} with {counts[0][different[0]]} and {count[different[0]]} images"

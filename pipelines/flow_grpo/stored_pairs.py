@@ -26,6 +26,7 @@ from visalign.data.sets.tables import listed
 from visalign.errors import UserError
 from visalign.pipelines.score.image_rows import SAMPLED, ImageRow
 from visalign.pipelines.shared.parts import Records, Row, check_images, check_texts, name_key, read_images
+from visalign.rewards.base.images import load_images, pixel_limit
 from visalign.training.diffusion.samples import Stored
 
 ORIENTATION = 0x0112  # EXIF: 5 to 8 are lying on their side
@@ -104,7 +105,8 @@ def read_captioned(
                 record["source"] = edited
             records.append(record)
         if not records:
-            raise UserError(f"'{source}' has no image with a caption that can be read: {listed(left_out)}.")
+            reasons = listed(left_out) or "it is empty"
+            raise UserError(f"'{source}' has no image with a caption that can be read: {reasons}.")
         check_texts(records)
         if edits != "none":
             check_sources(
@@ -141,8 +143,8 @@ def _captioned_rows(source: str, limit: int | None, names: Mapping[str, str]) ->
 
 def _shape(row: ImageRow) -> tuple[float, str | None]:
     """Return (log of height over width as shown, None) of a row's image, or why it cannot be learnt."""
-    if row.reason or not row.prompt:
-        return 0.0, row.reason or "it has no caption"
+    if row.reason or not row.prompt.strip():
+        return 0.0, (row.reason or "it has no caption").rstrip(".")
     if row.image.startswith(SHAPES):  # drawn when they are learnt, and square
         return 0.0, None
     try:
@@ -152,9 +154,11 @@ def _shape(row: ImageRow) -> tuple[float, str | None]:
             opened.draft("RGB", (1, 1))  # a JPEG is read whole and decoded small
             opened.load()
             turned = opened.getexif().get(ORIENTATION, 1) in (5, 6, 7, 8)
+            is_special = opened.mode[0] in "IF" or width * height > pixel_limit()  # `read_images` may refuse it
+            reason = load_images([opened]).reasons[0] if is_special else None
     except (UserError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         return 0.0, str(error).rstrip(".")
-    return math.log(width / height if turned else height / width), None
+    return math.log(width / height if turned else height / width), reason
 
 
 def _pairs(source_set: PreferenceSet, edits: Edits) -> tuple[list[dict[str, Any]], list[str]]:

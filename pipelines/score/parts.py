@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from visalign.atomic import write_atomic
-from visalign.data.sets.columns import rename_columns
+from visalign.data.sets.columns import rename_columns, usual_names
 from visalign.data.sets.image_references import refer_to_images
 from visalign.data.sets.tables import READERS, Row, read_rows, require_columns
 from visalign.errors import UserError
@@ -28,6 +28,7 @@ TARS = (".tar", ".tar.gz", ".tgz")
 """WebDataset's files: neighbours of one name are a sample, `7.jpg` with `7.txt` (prompt) and `7.json`."""
 MEMBER = "tar_member"  # Column with the name of the image's file in a tar file
 IMAGES = 1024  # Single images per file of scores
+FIRST = 16  # Rows of which one has each column that is needed; a cell may be empty
 METADATA_KEY = b"visalign"  # Key in a Parquet file of its `part_metadata`
 
 
@@ -83,17 +84,18 @@ def _is_table(path: Path, endings: tuple[str, ...]) -> bool:
 
 
 def check_part(part: Part, options: ScoringOptions) -> None:
-    """Refuse a part whose first row lacks a column or a prompt, or is damaged; no image is opened."""
+    """Refuse a part whose first rows lack a column or a prompt, or are damaged; no image is opened."""
     if isinstance(part.source, tuple):
         with_prompt(part.source[0], options.prompt, options.needs_prompt)
         return
     if part.source.suffix.lower() == ".parquet":
         rows = [dict.fromkeys(parquet_schema(part.source).names)]
     else:
-        rows = [row for _, row, _ in islice(_read_rows(part.source, options), 1)]
+        first = [row for _, row, _ in islice(_read_rows(part.source), FIRST)]
+        rows = [dict.fromkeys(name for row in first for name in row)] if first else []
     needed = ("image",) if options.default_prompt is not None else ("image", "prompt")
     for row in rows:
-        renamed = rename_columns(part.source, row, options.names)
+        renamed = rename_columns(part.source, row, usual_names(row, options.names, is_judged=False))
         require_columns(part.source, renamed, needed, purpose="a table of images")
 
 
@@ -107,29 +109,29 @@ def read_part(part: Part, options: ScoringOptions) -> Iterator[ImageRow]:
                 yield ImageRow(image=str(path), prompt="", reason=str(error))
         return
     path = part.source
-    for number, columns, member in _read_rows(path, options):
+    for number, columns, member in _read_rows(path):
         try:
-            row = rename_columns(path, columns, options.names)
+            names = usual_names(columns, options.names, is_judged=False)
+            row = rename_columns(path, columns, names)
             content = row.get("image")
             if member is not None and isinstance(content, bytes):
                 row["image"] = f"{path}/{member}"
             if isinstance(content, dict):
                 content = content.get("bytes")
             file = row.pop(MEMBER, None)
-            row = refer_to_images(path, number, row, options.names)
+            row = refer_to_images(path, number, row, names)
             image = table_row(path, row, options.default_prompt)
             yield replace(image, content=content, member=file) if isinstance(content, bytes) else image
         except UserError as error:
             yield ImageRow(image=f"{path}#{member or number}", prompt="", reason=str(error))
 
 
-def _read_rows(path: Path, options: ScoringOptions) -> Iterator[tuple[int, Row, str | None]]:
+def _read_rows(path: Path) -> Iterator[tuple[int, Row, str | None]]:
     """Read (number, row, name of the sample in a tar file) of a file."""
     if path.name.lower().endswith(TARS):
         yield from _read_tar(path)
-        return
-    columns = [options.names.get(name, name) for name in ("image", "prompt", "metadata")]
-    yield from ((number, row, None) for number, row in read_rows(path, columns=columns))
+    else:
+        yield from ((number, row, None) for number, row in read_rows(path))
 
 
 def parquet_schema(path: Path) -> Any:
@@ -161,7 +163,7 @@ def _read_tar(path: Path) -> Iterator[tuple[int, Row, str]]:
                 file = tar.extractfile(member)
                 content = b"" if file is None else file.read()
                 columns = _read_member(f".{ending.lower()}", content, row) or {"key": name}
-                row |= columns | ({MEMBER: member.name} if "image" in columns else {})
+                row |= columns | ({MEMBER: member.name} if columns.keys() == {"image"} else {})
         if row:
             yield number, row, name
     except (tarfile.TarError, OSError, EOFError, zlib.error) as error:

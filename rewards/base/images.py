@@ -146,7 +146,7 @@ def load_animation(item: Image.Image | str | os.PathLike[str], numbers: Sequence
     length = animation_length(item)
     try:
         with _open(item) as image:
-            if image.width * image.height * length > _pixel_limit():
+            if image.width * image.height * length > pixel_limit():
                 raise Image.DecompressionBombError
             frames: list[Tensor | None] = []
             for number in numbers:
@@ -195,7 +195,7 @@ def _explain(error: BaseException, item: Any, *, counted: str = "pixels") -> str
     name = f"a PIL image of mode {item.mode}" if isinstance(item, Image.Image) else os.fspath(item)
     if isinstance(error, Image.DecompressionBombError):
         remedy = "shrink it, or raise the environment variable VISALIGN_MAX_PIXELS (and PIL.Image.MAX_IMAGE_PIXELS)"
-        return f"{name} has more than {_pixel_limit()} {counted} and may be a decompression bomb; {remedy}"
+        return f"{name} has more than {pixel_limit()} {counted} and may be a decompression bomb; {remedy}"
     if isinstance(error, FileNotFoundError):
         hint = "; URLs are not read, download it first" if "://" in name else ""
         return f"no such image file: {name}{hint}"
@@ -231,7 +231,7 @@ def _levels(image: Image.Image) -> Tensor:
     width, height = image.size
     if width * height == 0:
         raise ValueError(f"it has no pixels: {width}×{height}")
-    if width * height > _pixel_limit():
+    if width * height > pixel_limit():
         raise Image.DecompressionBombError
     upright = first_frame_upright(image)
     if upright.mode in _DEEP_MODES:
@@ -240,7 +240,8 @@ def _levels(image: Image.Image) -> Tensor:
     return torch.from_numpy(array).permute(2, 0, 1)
 
 
-def _pixel_limit() -> int:
+def pixel_limit() -> int:
+    """Return the largest number of pixels of an image that is read."""
     return min(max_pixels(), Image.MAX_IMAGE_PIXELS or max_pixels())
 
 

@@ -9,6 +9,9 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from PIL import Image
@@ -107,6 +110,33 @@ def test_an_image_is_shown_as_its_camera_was_held_and_tables_of_samples_are_read
         (tmp_path / folder / "images.jsonl").write_text(json.dumps(row))
     records, _ = read_captioned(str(tmp_path / "drawn"), "none", None, [(32, 64), (64, 32)], {})
     assert [record["bucket"] for record in records] == [1, 1] and len({r["prompt"] for r in records}) == 2
+
+
+def test_sets_as_other_tools_write_them(tmp_path):
+    """img2dataset's samples of an image and its JSON, a Parquet file of datasets, first rows without caption."""
+    content = io.BytesIO()
+    Image.new("RGB", (8, 8), "blue").save(content, "PNG")
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for name, data in {
+            "0.png": b"",
+            "1.png": content.getvalue(),
+            "1.json": b'{"caption": "a blue thing"}',
+        }.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    column = [{"bytes": content.getvalue(), "path": "a.png"}, {"bytes": b"", "path": "b.png"}]
+    pyarrow.parquet.write_table(pyarrow.table({"image": column, "text": ["a blue thing"] * 2}), tmp_path / "a.parquet")
+    Image.fromarray(np.full((8, 8), 300, np.float32)).save(tmp_path / "deep.tiff")
+    (tmp_path / "1.png").write_bytes(content.getvalue())
+    rows = ["1.png,", "1.png,  ", "deep.tiff,a deep thing", '1.png,"a ""blue"", thing"']
+    (tmp_path / "a.csv").write_text("\n".join(["file_name,caption", *rows]))
+    for name, left_out in {"a.tar": 1, "a.parquet": 1, "a.csv": 3}.items():
+        (record,), (note,) = read_captioned(str(tmp_path / name), "none", None, None, {})
+        assert record["prompt"].startswith("a ") and f": {left_out}." in note, note
+        (image,) = read_images([record["candidates"][0]["image"]], "a test")
+        assert image[2].min() == 1
+    assert "its values are 300 to 300" in note
 
 
 def test_scenes_of_the_world_have_their_prompts():

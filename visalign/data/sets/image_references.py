@@ -69,15 +69,16 @@ def resolve_image(reference: str) -> Any:
     if not reference.startswith((PARQUET, TAR, SHAPES)):
         return reference
     try:
-        return (
-            _from_shapes(reference) if reference.startswith(SHAPES) else open_bytes(image_bytes(reference), reference)
-        )
+        if reference.startswith(SHAPES):
+            return _from_shapes(reference)
+        content = image_bytes(reference)
     except (IndexError, KeyError, ValueError, TarError) as error:  # pyarrow.ArrowInvalid is a ValueError
         problem = str(error).rstrip(".")
         raise UserError(
             f"The reference '{reference}' leads to no image ({problem}); needed is {PARQUET}FILE#COLUMN#ROW, "
             f"{TAR}FILE#MEMBER, {SHAPES}SPLIT/SEED/pair/NUMBER/left|right or {SHAPES}SPLIT/SEED/quality|image/NUMBER."
         ) from error
+    return open_bytes(content, reference)
 
 
 def absolute_reference(image: str, folder: Path = Path()) -> str:
