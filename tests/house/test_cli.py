@@ -24,6 +24,7 @@ import typer.main
 from PIL import Image
 from typer.testing import CliRunner, Result
 
+from tests.support.judges.brightness import Brightness
 from visalign import __main__, __version__, doctor
 from visalign import config as config_module
 from visalign.errors import ConfigError, UserError
@@ -356,79 +357,16 @@ def test_a_message_is_framed_in_a_terminal_only(
     assert "╭─" in framed and "[red]end" in framed
 
 
-class Brightness:
-    """Mean of the image; refuses what cannot be read, as rewards do."""
-
-    name, unit, range, higher_is_better = "brightness", "grey", (0.0, 1.0), True
-
-    def score(self, images: Any, prompts: Any, metadata: Any = None) -> Scores:
-        from visalign.rewards.base.images import load_images
-
-        batch = load_images(images)
-        value = torch.tensor([float("nan") if image is None else float(image.mean()) for image in batch.images])
-        parts = {"red": value.clone()}
-        return Scores(value=value, valid=batch.valid, unit=self.unit, parts=parts, reason=batch.reasons)
-
-
 @pytest.fixture
 def images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a black and a white image, a broken one, and something that is none."""
+    """A folder with a black and a white image and a broken one."""
     folder = tmp_path / "images"
     folder.mkdir()
     for name, level in (("b_white", 255), ("a_black", 0)):
         Image.fromarray(np.full((8, 8, 3), level, dtype=np.uint8)).save(folder / f"{name}.png")
     (folder / "c_broken.JPG").write_bytes(b"no image")
-    (folder / "notes.txt").write_text("not an image")
-    monkeypatch.setattr("visalign.rewards.text.completions.load_any_reward", _load)
     monkeypatch.chdir(tmp_path)
     return folder
-
-
-def _load(name: str, run_device: str | None) -> Brightness:
-    if name != "brightness":
-        raise ValueError(f"There is no reward {name!r}.")
-    return Brightness()
-
-
-SCORE = ("score", "images", "--prompt", "an image", "--reward", "brightness")
-
-
-def test_score_as_json_keeps_the_failures_as_rows(images: Path) -> None:
-    result = visalign(*SCORE, "gone.png", "--format", "json")
-    assert result.exit_code == 1
-    assert "2 of 4 scores failed" in result.stderr
-    rows = json.loads(result.stdout)
-    names = ["a_black.png", "b_white.png", "c_broken.JPG", "gone.png"]
-    assert [Path(row["image"]).name for row in rows] == names and "gone.png" in rows[3]["reason"]
-    assert [row["value"] for row in rows] == [0.0, 1.0, None, None]
-    assert rows[1]["unit"] == "grey" and rows[1]["parts"] == {"red": 1.0} and rows[1]["reason"] is None
-    assert "c_broken" in rows[2]["reason"] or "image" in rows[2]["reason"]
-    assert rows[2]["parts"] == {"red": None}
-
-
-def test_score_writes_a_new_file_only(images: Path) -> None:
-    result = visalign(*SCORE, "-f", "json", "-o", "scores.json")
-    assert result.stdout == "" and len(json.loads(Path("scores.json").read_text())) == 3
-    again = visalign(*SCORE, "-f", "csv", "-o", "scores.json")
-    assert again.exit_code == 2 and "'scores.json' exists, and nothing is overwritten." in again.stderr
-    table = visalign(*SCORE).stdout
-    assert "brightness (grey)" in table and "1.000" in table
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["score", "empty", "-p", "x", "-r", "brightness"], "'empty' holds no image. Allowed endings: .png"),
-        (["score", "images", "-r", "brightness"], "has no prompt. Put one into"),
-        (["score", "images", "-p", "x"], "Missing option '--reward'"),
-        ([*SCORE, "--format", "xml"], "'xml' is not one of 'table', 'json', 'csv'"),
-    ],
-)
-def test_score_refuses(images: Path, arguments: list[str], message: str) -> None:
-    Path("empty").mkdir()
-    result = visalign(*arguments)
-    assert result.exit_code == 2
-    assert message in " ".join(result.stderr.replace("│", " ").split())
 
 
 def _table(files: list[Path]) -> list[ImageRow]:

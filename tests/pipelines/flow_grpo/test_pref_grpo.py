@@ -4,17 +4,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
+from tests.support.judges.brightness import grey
 from tests.support.models.sd3 import tiny_sd3_pipeline
 from visalign.config import load_config
 from visalign.errors import UserError
-from visalign.interfaces import Preferences
 from visalign.pipelines.flow_grpo.config import ComparisonConfig
 from visalign.pipelines.flow_grpo.inputs import build_win_rates, prepare
 from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, PrefGRPOConfig, run
@@ -24,32 +22,7 @@ from visalign.rewards import load_judge, load_reward
 from visalign.rewards.base.contract import RewardError
 from visalign.training.loop.metrics import read_metrics
 
-
-class Brighter:
-    """Prefers the brighter image with odds of the difference; the left side has an advantage."""
-
-    name = "brighter"
-
-    def __init__(self, scale: float = 40.0, left: float = 0.5, broken: bool = False) -> None:
-        self.scale, self.left, self.broken = scale, left, broken
-        self.asked: list[tuple[float, float]] = []
-
-    def compare(self, left: Any, right: Any, prompts: Sequence[str], metadata: Any = None) -> Preferences:
-        means = [torch.stack([image.mean() for image in side]) for side in (left, right)]
-        self.asked += list(zip(*(m.tolist() for m in means), strict=True))
-        prob = torch.sigmoid(self.scale * (means[0] - means[1]) + self.left)
-        valid = torch.ones(len(prompts), dtype=torch.bool)
-        if self.broken:
-            valid &= (means[0] > 0.2) & (means[1] > 0.2)
-        reason = [None if ok else "too dark" for ok in valid.tolist()]
-        return Preferences(prob=torch.where(valid, prob, torch.nan), valid=valid, reason=reason)
-
-
-def grey(*levels: float) -> Tensor:
-    return torch.tensor(levels).view(-1, 1, 1, 1).expand(-1, 3, 8, 8).contiguous()
-
-
-HERE = f"{__file__}:Brighter"
+HERE = "tests.support.judges.brightness:BrightnessPairs"
 BASE = (
     "model.lora.rank=4",
     "rollout={prompts_per_iteration: 2, group_size: 4, steps: 3, batch_size: 8}",
@@ -84,23 +57,23 @@ def win_rates(comparison: ComparisonConfig, **options: Any) -> list[float]:
     rewards = RewardsConfig(terms=judged(**options))
     judge = load_judge(HERE, **options)
     reward = build_win_rates(comparison, rewards, {"judge": judge})["judge"]
-    return reward.score(grey(0.1, 0.5, 0.9), ["p"] * 3).value.tolist()
+    return reward.score(grey([0.1, 0.5, 0.9]), ["p"] * 3).value.tolist()
 
 
 def test_win_rates_by_hand():
     """0.1, 0.5, 0.9 under a judge that is sure: 0, 1/2, 1; both orders cancel the liking for the left."""
     assert win_rates(ComparisonConfig(), scale=200.0) == pytest.approx([0.0, 0.5, 1.0], abs=1e-6)
-    one_way = torch.tensor(win_rates(ComparisonConfig(both_orders=False), scale=1.0, left=3.0))
-    both = torch.tensor(win_rates(ComparisonConfig(), scale=1.0, left=3.0))
+    one_way = torch.tensor(win_rates(ComparisonConfig(both_orders=False), scale=1.0, bias=3.0))
+    both = torch.tensor(win_rates(ComparisonConfig(), scale=1.0, bias=3.0))
     near, far = torch.sigmoid(torch.tensor(0.4)), torch.sigmoid(torch.tensor(0.8))
     expected = torch.stack([2 - near - far, torch.tensor(1.0), near + far]) / 2
     torch.testing.assert_close(both, expected, atol=1e-6, rtol=0)
     assert (one_way - expected).abs().max() > 0.1
-    assert win_rates(ComparisonConfig(hard=True), scale=1.0, left=3.0) == [0.0, 0.5, 1.0]
+    assert win_rates(ComparisonConfig(hard=True), scale=1.0, bias=3.0) == [0.0, 0.5, 1.0]
 
 
 def test_failed_comparisons_are_no_ties():
-    values = win_rates(ComparisonConfig(), scale=200.0, broken=True)
+    values = win_rates(ComparisonConfig(), scale=200.0, fails=lambda left, right: min(left, right) < 0.2)
     assert values[0] != values[0]  # each of its comparisons failed
     assert values[1:] == pytest.approx([0.0, 1.0], abs=1e-6)
 

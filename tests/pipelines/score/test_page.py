@@ -101,6 +101,7 @@ def test_the_command_writes_the_page_beside_its_output(table: list[ImageRow], tm
     assert "! bad1.png: " in shown.output and "│ 0.png " in shown.output
     for arguments, message in (
         (["--page", str(page)], "exists, and nothing is overwritten"),
+        (["-o", str(csv)], "s.csv' exists, and nothing is overwritten"),
         (["--page", str(tmp_path / "p.txt")], "ends in '.txt'; what is written there ends in .html"),
         (["--resume"], "--resume goes on with the scoring of a file"),
     ):
