@@ -85,18 +85,12 @@ def test_one_instruction_for_two_sources_is_trained(folder, tmp_path):
     assert "make it blue (dark.png)" in page and "make it blue (light.png)" in page
 
 
-def test_edits_of_several_sizes_go_on_where_they_were(folder, tmp_path):
+def test_edits_of_several_sizes_are_trained_and_changed_sources_noticed(folder, tmp_path):
     """Trained at two, evaluated at the model's own."""
     sizes = "rollout.image_sizes=[[8, 16], 16]", "monitor.window=2"
-    ends = []
-    for name, lengths in (("whole", [3]), ("stopped", [2, 3])):
-        output = tmp_path / name
-        for number, length in enumerate(lengths):
-            config = _config(folder, *sizes, "optimizer.decay_updates=3", f"run.iterations={length}")
-            run(config, output, resume=number > 0)
-        ends.append(load_file(output / "lora" / "pytorch_lora_weights.safetensors"))
-        assert load_heldout(output / "after.npz").images.shape[1:3] == (16, 8)
-    assert all(np.array_equal(ends[0][name], ends[1][name]) for name in ends[0])
+    config, output = _config(folder, *sizes), tmp_path / "run"
+    run(config, output)
+    assert load_heldout(output / "after.npz").images.shape[1:3] == (16, 8)
     (folder / "dark.png").write_bytes((folder / "dark.png").read_bytes() + b"0")  # as another image has
     with pytest.raises(CheckpointError, match=r"keys: images of data\.heldout: .*; images of data\.train: "):
         run(config, output, resume=True)

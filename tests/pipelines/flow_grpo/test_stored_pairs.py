@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
 
 from tests.support.models.pipelines import tiny_folder
 from tests.support.models.sd3 import tiny_sd3_pipeline
@@ -56,7 +55,7 @@ def _config(*overrides: str) -> FlowGRPOConfig:
     return load_config(FlowGRPOConfig, None, [*SMALL, *overrides])
 
 
-def test_a_run_by_the_configuration_and_its_resume(tmp_path, capsys):
+def test_a_run_by_the_configuration_and_a_resume_on_other_pairs(tmp_path, capsys):
     tiny_sd3_pipeline().save_pretrained(tmp_path / "model")
     (tmp_path / "prompts.txt").write_text("a red circle\na square\n")
     given = (
@@ -75,17 +74,12 @@ def test_a_run_by_the_configuration_and_its_resume(tmp_path, capsys):
     assert [row["reward_mean"] for row in log] == pytest.approx([0.5, 0.5])
     assert summary["heldout_prompts_trained_on"] == 1 and summary["images"] == 8
     assert "<title>diffusion_dpo on" in (tmp_path / "whole" / "report.html").read_text()
-    run(_config(*given, "run.iterations=1"), tmp_path / "parts")
-    run(_config(*given), tmp_path / "parts", resume=True)
-    name = "lora/pytorch_lora_weights.safetensors"
-    whole, parts = (load_file(tmp_path / each / name) for each in ("whole", "parts"))
-    assert whole.keys() == parts.keys() and all(torch.equal(whole[key], parts[key]) for key in whole)
     Image.new("RGB", (64, 80), "red").save(tmp_path / "set" / "a.png")
     with pytest.raises(CheckpointError, match=r"keys: images of data\.pairs: '\w+' there, '\w+' now\. Set"):
-        run(_config(*given, "run.iterations=3"), tmp_path / "parts", resume=True)
+        run(_config(*given, "run.iterations=3"), tmp_path / "whole", resume=True)
     _file(tmp_path / "set", label="left")
     with pytest.raises((UserError, CheckpointError), match=r"data\.pairs"):
-        run(_config(*given, "run.iterations=3"), tmp_path / "parts", resume=True)
+        run(_config(*given, "run.iterations=3"), tmp_path / "whole", resume=True)
 
 
 def test_votes_are_summed_ties_left_out_and_sides_told_apart(tmp_path):

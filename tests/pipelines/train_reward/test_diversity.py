@@ -31,9 +31,14 @@ def _config(model: Path, *more: str, rank: int = 2) -> TrainRewardConfig:
     return load_config(TrainRewardConfig, None, [*given, *more])
 
 
-def test_a_member_that_is_kept_apart_differs_more(model, tmp_path):
-    run(_config(model), tmp_path / "0")
-    first = tmp_path / "0" / "judge"
+@pytest.fixture(scope="module")
+def first(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained member."""
+    run(_config(model), output := tmp_path_factory.mktemp("members") / "0")
+    return output / "judge"
+
+
+def test_a_member_that_is_kept_apart_differs_more(model, first, tmp_path):
     run(_config(model, "seed=1"), tmp_path / "plain")
     apart = f"model.diversity={{others: ['{first}'], weight: 10.0}}"
     run(_config(model, "seed=1", apart), tmp_path / "apart")
@@ -44,9 +49,8 @@ def test_a_member_that_is_kept_apart_differs_more(model, tmp_path):
     assert found["plain"] + 0.01 < found["apart"] <= 1
 
 
-def test_the_loss_gets_it_once_however_the_batch_is_cut(model, tmp_path):
-    run(_config(model), tmp_path / "0")
-    apart = f"model.diversity={{others: ['{tmp_path / '0' / 'judge'}'], weight: 3.0}}"
+def test_the_loss_gets_it_once_however_the_batch_is_cut(model, first, tmp_path):
+    apart = f"model.diversity={{others: ['{first}'], weight: 3.0}}"
     losses = []
     for micro in (1, 4):
         config = _config(model, "seed=1", apart, f"data.micro_batch={micro}", "optimizer.updates_per_iteration=1")
