@@ -71,7 +71,7 @@ SAME = {
     "labels.source=training": "tests/pipelines/ugda/test_rounds.py",
     "objective.algorithm=awm": "tests/pipelines/flow_grpo/test_matrix.py",
     "rollout.scout=": "tests/pipelines/flow_grpo/test_matrix.py",
-    "objective.algorithm=cispo": "tests/pipelines/flow_grpo/test_matrix.py, tests/training/policy/test_algorithms.py",
+    "objective.algorithm=cispo": "tests/training/policy/test_algorithms.py",
     "objective.changes={last: 2, kl: 0.01}": "tests/pipelines/flow_grpo/test_matrix.py",
     "loss.row=": "tests/training/text/test_dpo.py",
 }
