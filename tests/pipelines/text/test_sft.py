@@ -113,7 +113,6 @@ LONG = {"prompt": "a", "completion": "b" * 60}
 @pytest.mark.parametrize(
     ("records", "message"),
     [
-        ([], "data.train: file of demonstrations .* has no record"),
         ([{"prompt": "a"}], "data.train: .* line 1 has no text in the field 'completion'"),
         ([{"prompt": "a", "completion": "b"}, LONG], "data.train: 1 of 2 records have more tokens than the 48"),
     ],
