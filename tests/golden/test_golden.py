@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -221,17 +220,6 @@ def test_difference(runner: ModuleType, ours: Any, theirs: Any, tolerance: Any, 
     assert result.ok is ok and (ok or result.reason)
 
 
-def test_every_loss_and_every_head_with_its_weights_is_known(runner: ModuleType, tmp_path: Path) -> None:
-    for name in ("G_reward_losses.json", "G_reward_heads.json", "G_reward_heads.npz"):
-        shutil.copy(TESTS / "golden" / name, tmp_path)
-    status, lines = run(runner, tmp_path)
-    assert status == 0 and lines[-1].startswith("84 ok, 0 FAIL, 6 unknown")
-    assert [line for line in lines if line.startswith("unknown")] == [
-        "unknown variant G_reward_heads/laion_ava_logos-l14-linearMSE: 3 cases",
-        "unknown variant G_reward_heads/laion_ava_logos-l14-reluMSE: 3 cases",
-    ]
-
-
 def test_names_mean_nothing(runner: ModuleType, tmp_path: Path) -> None:
     cases = json.loads((TESTS / "golden/G_reward_losses.json").read_text())["cases"][:24]
     cases = [{**one, "name": f"x{place}"} for place, one in enumerate(cases)]
@@ -253,17 +241,3 @@ def test_what_is_not_known_is_not_guessed(
 ) -> None:
     write(tmp_path, family, [case(family, name) | changes])
     assert run(runner, tmp_path)[1][-1].startswith("0 ok, 0 FAIL, 1 unknown")
-
-
-def test_the_layered_head_comes_from_the_arrays(runner: ModuleType, tmp_path: Path) -> None:
-    one = case("G_reward_heads", "hp_head_s0")
-    write(tmp_path, "G_reward_heads", [one], "G_reward_heads")
-    with np.load(TESTS / "golden/G_reward_heads.npz") as archive:
-        arrays = {key: archive[key] for key in archive.files if key.startswith("hp_head_s0/")}
-    target: Any = tmp_path / "G_reward_heads.npz"
-    np.savez(target, **arrays)
-    assert run(runner, tmp_path)[0] == 0
-    arrays["hp_head_s0/layers.4.bias"] = arrays["hp_head_s0/layers.4.bias"] + 0.01
-    np.savez(target, **arrays)
-    status, lines = run(runner, tmp_path)
-    assert status == 1 and lines[0].startswith("FAIL G_reward_heads/hp_head_s0")

@@ -149,7 +149,6 @@ def test_a_family_without_such_keys_is_refused(family, message, tmp_path):
     [
         ("sd3", "shapes-sd3", "layers for ComfyUI (sd3)"),
         ("sd15", "a/folder/elsewhere", "layers for ComfyUI:"),
-        ("sd3", "a/folder/elsewhere", "its keys do not name. Name it with --model"),
     ],
 )
 def test_the_family_is_that_of_the_runs_model(family, path, message, tmp_path):

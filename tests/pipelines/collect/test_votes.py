@@ -218,13 +218,11 @@ def test_the_command(tmp_path):
     found = run.invoke(app, ["collect", file, "--export", f"{tmp_path}/e.jsonl", "--report", f"{tmp_path}/r.html"])
     assert found.exit_code == 0 and "4 records" in found.output and (tmp_path / "r.html").is_file()
     for arguments, why in (
-        ([file, str(table)], "exists. To go on with it: visalign collect"),
         ([file, "--single", "--export", "x.jsonl"], "The questions and voters of a file are fixed at its start"),
         ([file, "--export", "x.json", "--format", "argilla", "--model"], "argilla writes every vote as it is"),
         ([file, "--export", "x.jsonl", "--format", "argilla"], ".json"),
         ([file, "--model"], "--model says how --export writes labels"),
         ([file, "--export", "x.txt"], ".jsonl"),
-        ([str(tmp_path / "none.sqlite")], "There is no file of votes"),
         ([file, "--report", str(tmp_path / "s.html"), "--leave-out", "sharpness"], "no vote besides those left"),
     ):
         found = run.invoke(app, ["collect", *arguments])

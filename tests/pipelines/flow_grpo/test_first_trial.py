@@ -88,7 +88,6 @@ def test_weights_of_a_variant_alone_are_read(tmp_path):
 @pytest.mark.parametrize(
     ("name", "override", "message"),
     [
-        ("text_grpo", "optimizer.learning_rate=1", "Here learning_rate is optimizer.lr"),
         ("text_grpo", "data.heldout=missing.jsonl", "data.heldout: no prompt set 'missing.jsonl': give an"),
         ("shapes_flow_grpo", "evaluation.rewards={pick_score: {options: {model: /none}}}", "option model is '/none'"),
     ],
@@ -154,7 +153,6 @@ def test_a_users_own_model_trains_from_the_command_line(folder):
 @pytest.mark.parametrize(
     "override, message",
     [
-        ("model.adapter=sd4", r"There is no adapter 'sd4'\. Did you mean 'sd3'"),
         ("model.guidance=2", r"The adapter Own takes no guidance\. It takes dtype, device"),
     ],
 )

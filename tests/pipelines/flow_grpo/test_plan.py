@@ -38,7 +38,6 @@ BASE = (
     "run={iterations: 2, device: cpu}",
 )
 PAIRS = "tests.support.judges.brightness:BrightnessPairs"
-FLOW = "objective.changes.surrogate_options={eps_low: 1.0, eps_high: 1.0}"
 
 
 @pytest.fixture(scope="module")

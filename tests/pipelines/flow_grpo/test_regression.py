@@ -13,7 +13,6 @@ from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, plan, run
 from visalign.pipelines.flow_grpo.plan import planned_cost
 from visalign.training.loop.metrics import read_metrics
 
-RECORDS = [{"prompt": text, "tag": ""} for text in ("a red circle", "two circles", "a blue square")]
 BASE = (
     "model.lora.rank=4",
     "rewards.terms={jpeg_size: {}}",

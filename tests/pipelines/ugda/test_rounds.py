@@ -153,9 +153,6 @@ def test_members_are_kept_apart_from_those_before_them(tmp_path):
     found = [_judge_job(one, member, tmp_path).config.model.diversity for one in (plain, config) for member in (0, 2)]
     assert found[:3] == [None] * 3 and found[3].weight == 0.3
     assert found[3].others == [str(tmp_path / "members" / str(member) / "judge") for member in range(2)]
-    full = replace(config, ensemble=replace(config.ensemble, changes={"model.train": "full"}))
-    with pytest.raises(UserError, match=r"ensemble.config: .*keeps adapters apart, and model.train is 'full'"):
-        plan(full)
 
 
 @pytest.mark.parametrize("key", ["seed", "data.train"])

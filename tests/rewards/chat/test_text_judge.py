@@ -82,9 +82,6 @@ def test_a_judge_of_positions_gives_one_half_in_both_orders():
         ("I'm sorry, but I can't judge this.", "the judge refused"),
         (r"I cannot rate this request. \boxed{5}", "the judge refused"),
         (r"这个回答很好，没有错误。\boxed{8}", "answered in CJK script"),
-        (r"\boxed{7, 8}", "boxed 2 scores, 1 were asked for"),
-        (r"\boxed{0}", r"0 is outside \[1, 10\]"),
-        (r"\boxed{seven}", "which is no number"),
         ("A good answer.", r"no \\boxed\{score\}"),
     ],
 )

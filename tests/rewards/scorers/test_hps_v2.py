@@ -95,7 +95,6 @@ def test_refusals(folder, tmp_path, images):
     for options, message in (
         ({"version": "3"}, "version is '3'; allowed are 2.0, 2.1"),
         ({"resampling": "nearest"}, "resampling is 'nearest'; allowed are float, aliased, pil"),
-        ({"precision": "int8"}, "precision is 'int8'; allowed are fp32, bf16, fp16"),
     ):
         with pytest.raises(ValueError, match=message):
             tiny(folder, **options)

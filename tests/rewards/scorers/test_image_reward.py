@@ -168,7 +168,6 @@ def test_what_is_not_there_or_not_allowed(folder, tmp_path, images):
     for options, message in (
         ({"max_tokens": 0}, "max_tokens is 0; allowed are whole numbers from 1"),
         ({"batch_size": 0}, "batch_size is 0; allowed are whole numbers from 1"),
-        ({"precision": "int8"}, "precision is 'int8'; allowed are fp32, bf16, fp16"),
     ):
         with pytest.raises(ValueError, match=message):
             tiny(folder, **options)

@@ -114,7 +114,6 @@ def test_models_and_tokenizers_that_cannot_serve():
         RewardModel(model(), tokenizer=bare)
     assert RewardModel(model(), tokenizer=bare, batch_size=1).score(["good", "bad"], ["two"] * 2).valid.all()
     for options, message in (
-        ({"precision": "int8"}, "precision is 'int8'; allowed are fp32, bf16, fp16"),
         ({"batch_size": 0}, "batch_size is 0; allowed are whole numbers from 1"),
         ({"tokenizer": None}, "a module has no tokenizer; give tokenizer="),
     ):

@@ -15,9 +15,6 @@ from torch import Tensor
 
 from tests.support.training.images import check_resume, toy_trainer
 from visalign.core.regression.signals import level_position
-from visalign.errors import UserError
-from visalign.training import DiffusionObjectiveSettings, RolloutSettings
-from visalign.training.diffusion.rollout_settings import check_sampling
 from visalign.training.diffusion.samples import StoredPreference
 from visalign.training.loop.sampler import BucketSampler
 
@@ -124,15 +121,3 @@ def test_buckets_are_visited_as_often_as_they_have_images():
     assert [visits[b] for b in (0, 2, 5)] == pytest.approx([120, 60, 20], abs=2)
     assert max(epoch.values()) - min(epoch.values()) <= 3, "each image as often as another"
     assert len(set(labels)) == len(labels)
-
-
-@pytest.mark.parametrize(
-    ("rollout", "stored", "message"),
-    [
-        ({"group_size": 4}, True, r"group_size is 4, and an image with its caption has no group\. Set .*=1"),
-        ({"group_size": 1}, False, r"learns every image alike, good or bad\. Set data\.images"),
-    ],
-)
-def test_what_fine_tuning_has_no_use_for_is_refused(rollout: Any, stored: bool, message: str):
-    with pytest.raises(UserError, match=message):
-        check_sampling(DiffusionObjectiveSettings(algorithm="sft"), RolloutSettings(**rollout), stored=stored)
