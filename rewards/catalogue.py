@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from visalign import dotted_path
@@ -203,7 +204,9 @@ def _make(
 
 
 def _construct(name: str, kind: Callable[..., Any], options: dict[str, Any], run_device: str | None) -> Any:
-    device = options.get("device")
+    device, model = options.get("device"), options.get("model")
+    if isinstance(model, str | Path) and (result := Path(model) / "judge").is_dir():  # of a run of train-reward
+        options = {**options, "model": str(result)}
     if "device" in inspect.signature(kind).parameters:
         options = {"device": run_device or default_device(), **options}
     check_options(name, kind, options)

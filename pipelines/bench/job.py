@@ -58,7 +58,7 @@ def run_bench(
         while rank and not path.is_file():
             time.sleep(POLL)  # until the first process has found the folder in order
         if path.is_file():
-            remedy = "Give the same models, suite and rewards to resume, or another --output."
+            remedy = "Give the same models, suite, rewards and --batch-size to resume, or another --output."
             check_same_config(read_object(path), facts, where=f"The bench in '{output}'", remedy=remedy)
         elif set(os.listdir(output)) - {LOCK}:
             raise UserError(f"There is no bench in '{output}' to resume: it has no {SETTINGS}. Give another --output.")

@@ -226,12 +226,12 @@ def with_prompts(examples: Examples, variants: Sequence[Sequence[str]]) -> Examp
 
 
 def file_ratings(records: QualitySet) -> Examples:
-    """Rated images of a quality set, in its unit."""
-    sign = 1.0 if records.higher_is_better else -1.0
+    """Rated images of a quality set from 1 to 5; where 1 is best, the scale is turned round."""
+    up = records.higher_is_better
     where = [f"row {records.row(number)} of '{records.name}'" for number in range(len(records))]
     rows = [Row(w, None, (record.image,)) for w, record in zip(where, records.records, strict=True)]
     labels = [
-        Example(prompt=r.prompt, target=sign * r.mos, spread=math.nan if r.std is None else r.std)
+        Example(prompt=r.prompt, target=r.mos if up else 6 - r.mos, spread=math.nan if r.std is None else r.std)
         for r in records.records
     ]
     content = (record.to_row() for record in records.records)

@@ -37,7 +37,13 @@ def image_files(name: str, folder: str | Path) -> list[Path]:
     if not folder or not Path(folder).is_dir():
         raise RewardError(f"{name}: {str(folder)!r} does not exist; give a folder of images.")
     endings = set(Image.registered_extensions())
-    return [path for path in sorted(Path(folder).rglob("*")) if path.suffix.lower() in endings]
+    paths = [path for path in sorted(Path(folder).rglob("*")) if path.suffix.lower() in endings]
+    for path in paths:
+        try:
+            Image.open(path).close()
+        except (OSError, ValueError, Image.DecompressionBombError) as error:
+            raise RewardError(f"{name}: {path} is no image that can be read. Take it out.") from error
+    return paths
 
 
 class VendiGain:

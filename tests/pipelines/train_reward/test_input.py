@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,8 @@ def test_rated_images_of_a_file_are_parted_by_their_references(tmp_path, rows):
     examples = file_ratings(quality)
     assert [examples[n].target for n in range(2)] == [2.5, 4.0]
     assert {Path(origin).name for origin in examples.prompts} == {"0a.png", "1b.png"}
+    grades = file_ratings(replace(quality, higher_is_better=False))  # judges answer 1 to 5, and 5 is best
+    assert [grades[n].target for n in range(2)] == [3.5, 2.0]
 
 
 def test_an_image_that_is_none_is_refused_with_its_row_before_anything_is_written(tmp_path, rows):

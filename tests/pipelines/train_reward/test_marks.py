@@ -153,7 +153,7 @@ def test_checklist_answers_train_the_checklist(single, tmp_path):
     torch.testing.assert_close(total, cross - 2 * outputs["log_mass"].sum())
     assert float(weight) == 8
     assert run(config, tmp_path / "run")["updates"] == 2
-    reward: Any = load_reward("vision_reward", model=tmp_path / "run" / "judge")
+    reward: Any = load_reward("vision_reward", model=tmp_path / "run")  # a run stands for its judge
     image = np.asarray(Image.open(inputs.train.rows[0].images[0]))
     assert set(QUESTIONS) < set(reward.score([image], [inputs.train[0].prompt]).parts)
 

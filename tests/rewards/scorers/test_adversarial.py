@@ -105,9 +105,8 @@ def test_no_held_out_image_is_scored_by_a_discriminator(references) -> None:
         prepare(config, 1)
 
 
-def test_an_unreadable_reference_is_named(towers, tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_text("no image")
-    (tmp_path / "b.png").write_text("none either")
-    reward = Adversarial(tmp_path, towers["clip"])
-    with pytest.raises(RewardError, match=r"a reference cannot be read: .*a\.png cannot be decoded"):
-        reward.begin(0)
+def test_an_unreadable_reference_is_named(references, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes((references / "0.png").read_bytes())
+    (tmp_path / "b.png").write_text("no image")
+    with pytest.raises(RewardError, match=r"adversarial: .*b\.png is no image that can be read"):  # before a run
+        Adversarial(tmp_path)

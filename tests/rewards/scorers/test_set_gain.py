@@ -133,8 +133,9 @@ def test_refused(folder: Path, reference: Path, tmp_path: Path) -> None:
         load_reward("frechet_gain", reference=tmp_path)
     with pytest.raises(RewardError, match=r"the exemplar ' ' cannot be read: the prompt is empty"):
         load_reward("frechet_gain", reference=["a", " "], model=folder, over="image").score(make_images(1), ["a"])
+    whole = (reference / "0.png").read_bytes()
     for number in range(2):
-        (tmp_path / f"{number}.png").write_bytes(b"no image")
+        (tmp_path / f"{number}.png").write_bytes(whole[: len(whole) // 2])
     broken = load_reward("frechet_gain", reference=tmp_path, model=folder)
     with pytest.raises(RewardError, match=r"0\.png' cannot be read: .*cannot be decoded"):
         broken.score(make_images(2), ["a", "a"], [{"group_id": 0}] * 2)
