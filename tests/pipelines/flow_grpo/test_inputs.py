@@ -70,10 +70,12 @@ def test_batch_scales_are_refused_with_several_processes() -> None:
         prepare(given, 2)
 
 
-def test_a_bound_is_a_constraint() -> None:
+def test_a_bound_is_refused_where_no_sum_is_learnt_from() -> None:
     given = "rewards={terms: {shapes_verifier: {}, clip_score: {bound: 0.7}}, allow_mixed_units: true}"
     reward: Any = prepare(config(given), 1).reward
     assert reward.capabilities.constraints == {"clip_score": 0.7}
+    with pytest.raises(UserError, match=r"gdpo takes each reward by itself"):  # before the model is there
+        prepare(config(given, "objective.algorithm=gdpo"), 1)
 
 
 def test_rewards_of_sets_want_whole_sets_and_stay_out_of_the_evaluation() -> None:

@@ -105,6 +105,11 @@ def test_a_run_leaves_the_page_of_an_image_run(finished):
     assert scope["model"].config.vocab_size and scope["tokenizer"].chat_template
 
 
+def test_a_dry_run_names_a_missing_model():
+    with pytest.raises(FileNotFoundError, match="There is no model folder nowhere"):
+        plan(_grpo("model.path=nowhere"))
+
+
 def test_a_dry_run_names_a_template_without_tools_and_a_step_that_would_divide_twice():
     with pytest.raises(UserError, match=r"rollout.environment.* describes no tools"):
         plan(_grpo("rollout.environment={tools: ['json:dumps']}"))
@@ -154,6 +159,7 @@ def test_packaged_configurations_are_planned(name, tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("rewards.terms={length: {options: {rule: linear, scale: 5}}}", "'length' is the name of a measure"),
         ("rewards.terms={accuracy: {name: task_answer}}", "label is 'accuracy', the name .* {my_accuracy: "),
         ("objective.algorithm=ppo", r"fits a value function, and model\.value is none"),
         ("data.train=tasks:test", "the packaged records are tasks:train and tasks:heldout"),

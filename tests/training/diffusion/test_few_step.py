@@ -158,6 +158,11 @@ def test_roles_share_a_network_and_leave_it_as_it_was(lora: bool) -> None:
         Roles(policy, ["critic"], {n: p for n, p in other.named_parameters() if n != "proj_out.bias"})
 
 
+def test_a_policy_without_guidance_is_refused(tmp_path: Any) -> None:
+    with pytest.raises(UserError, match="ToyPolicy has no attribute guidance that can be set"):
+        _trainer(tmp_path, changes={"teacher_guidance": 3.5})
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
