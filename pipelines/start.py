@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
-from visalign.adapters.catalogue import index_source, own_sampling
+from visalign.adapters.catalogue import index_source, is_distilled, own_sampling
 from visalign.adapters.model_folder import INDEX, MODULAR_INDEX, local_folder, pipeline_index
 from visalign.adapters.pipeline.arguments import known_family
 from visalign.data.assets import resolve_model
@@ -128,9 +128,11 @@ def _look_at_pipeline(model: str, images: str | None, prompts: str | None) -> tu
     settings["model"] |= size
     settings["evaluation"] = {"correctness": None, "rewards": {"clip_score": {}}}
     hint = "" if images or prompts else ", and your prompts as data.train"
+    takes_few = is_distilled(model, index_source(model), None)
+    steps = ". It is distilled: set rollout.steps to those of its card" * takes_few
     return settings, [
         f"model: its index names a {index['_class_name']}: {settings['pipeline']}",
         f"dtype: {sampling.dtype}, as the weights are stored; adapters are float32",
-        f"call: the pipeline's own {sampling.steps} steps and guidance {sampling.guidance or 'none'}",
+        f"call: the pipeline's own {sampling.steps} steps and guidance {sampling.guidance or 'none'}{steps}",
         f"clip_score: the packaged CLIP knows rendered shapes alone. Name your reward{hint}",
     ]

@@ -34,12 +34,13 @@ def _init(*arguments: Any) -> Any:
 )
 def test_a_configuration_that_its_job_plans(tmp_path, monkeypatch, model: str, pipeline: str, more: tuple[str, ...]):
     monkeypatch.chdir(tmp_path)
-    path = tiny_folder(model, tmp_path / model) if model == "sdxl" else model
+    path = tiny_folder(model, tmp_path / f"{model}_distilled8steps") if model == "sdxl" else model
     result = _init(path, *more)
     assert result.exit_code == 0, result.output
     content = yaml.safe_load(Path("visalign.yaml").read_text())
     assert content["pipeline"] == pipeline and content["model"]["path"] == str(path)
     assert f": {pipeline}" in result.output and "batch: " in result.output
+    assert ("It is distilled: set rollout.steps" in result.output) is (model == "sdxl")
     job = load_job("visalign.yaml")
     assert job.estimate(job.config)
     before = Path("visalign.yaml").read_text()

@@ -28,7 +28,7 @@ ADAPTERS = {
     "pipeline": "visalign.adapters.pipeline.policy:PipelinePolicy",
 }
 """Adapters by name, imported when used."""
-DISTILLED = frozenset(("turbo", "schnell", "lightning", "hyper", "lcm", "dmd", "dmd2", "distilled"))
+DISTILLED = frozenset(("turbo", "schnell", "lightning", "hyper", "lcm", "dmd", "distilled"))
 """Words in the names of models that were distilled to few steps."""
 
 
@@ -141,7 +141,7 @@ def is_distilled(path: str, described_by: str | Path, adapter: str | None) -> bo
         return False
     index = pipeline_index(described_by)
     marked = index.get("is_distilled") or index.get("sample_sigmas")
-    return bool(marked) or bool(DISTILLED & set(re.split(r"[^a-z0-9]+", Path(path).name.lower())))
+    return bool(marked) or bool(DISTILLED & set(re.split(r"[^a-z]+", Path(path).name.lower())))
 
 
 def family_of(folder_or_id: str | Path, adapter: str | None) -> Family | None:

@@ -114,14 +114,15 @@ def test_an_unreadable_image_is_a_missing_score(tmp_path: Path) -> None:
             Image.new("RGB", (8, 8), (grey, grey, 10 * number)).save(tmp_path / name / f"{number}.png")
             (tmp_path / name / f"{number}.txt").write_text(f"a circle {number}")
     (tmp_path / "b" / "1.png").write_bytes(b"no image")
-    rows = [{"image": f"{n}.png", "prompt": f"a circle {n}", "metadata": {"tag": f"tag {n}"}} for n in range(3)]
+    tags = ("tag 0", "tag 1", None)
+    rows = [{"image": f"{n}.png", "prompt": f"a circle {n}", "metadata": {"tag": tags[n]}} for n in range(3)]
     (tmp_path / "a" / "images.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     result = run("--images", tmp_path / "a", tmp_path / "b", "-r", "brightness", "-o", tmp_path / "out")
     text = " ".join(result.output.split())
     assert result.exit_code == 1 and "brightness is missing for 1 of 3 samples" in text
     (pair,) = numbers(tmp_path / "out")["pairs"]
     assert (pair["wins"], pair["ties"], pair["losses"], pair["win_rate"]["estimate"]) == (2, 0, 0, 1.0)
-    assert [*pair["by_category"]] == ["tag 0", "tag 1", "tag 2"]  # the first side's, though the second has none
+    assert [*pair["by_category"]] == ["tag 0", "tag 1", "untagged"]  # the first side's, though the second has none
 
 
 def test_win_rates_by_hand() -> None:

@@ -47,6 +47,7 @@ def _config(*overrides: str) -> FlowGRPOConfig:
         ("klein", "Flux2KleinPipeline", {"is_distilled": True}, True),
         ("klein-base", "Flux2KleinPipeline", {"is_distilled": False}, False),
         ("own", "QwenImage21TurboModularPipeline", {"sample_sigmas": [1.0, 0.5]}, True),
+        ("T2V-Lite-distilled16steps-5s", "Kandinsky5T2VPipeline", {}, True),
         ("hyperion", "StableDiffusion3Pipeline", {}, False),
     ],
 )

@@ -83,8 +83,9 @@ def check_evaluation(
 
 
 def record_tags(records: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Return the category of each record: its tag, else its task."""
-    return tuple(str(record.get("tag", record.get("task", "untagged"))) for record in records)
+    """Return the category of each record: its tag, else its task; null is none."""
+    fields = ([record.get("tag"), record.get("task"), "untagged"] for record in records)
+    return tuple(str(next(value for value in values if value is not None)) for values in fields)
 
 
 def check_size(name: str, scores: Scores, size: int, samples: str) -> None:
