@@ -72,7 +72,7 @@ def test_two_experts_become_one_policy(tmp_path):
         f"objective={{algorithm: opd, experts: {{r: {tmp_path}/round, '*': {tmp_path}/square}}}}",
         "rollout.sde_steps=[0, 2]",
         "optimizer={lr: 0.01, updates_per_iteration: 4, micro_batch: 7, ema_decay: 0, ema_every: 1}",
-        "run.iterations=12",
+        "run.iterations=8",
     )
     run(config, tmp_path / "out")
     log = read_metrics(tmp_path / "out" / "metrics.jsonl")
