@@ -18,26 +18,13 @@ from typer import Argument, Exit, Option, Typer, echo
 from visalign.errors import UserError
 from visalign.versions import visalign_version
 
+from . import options as opt
 from .bench import bench
 from .collect import collect
 from .compare import agree, compare, rank
 from .diagnose import diagnose
 from .evaluate import evaluate
 from .messages import user_messages
-from .options import (
-    MOST_COUNTED,
-    AsJson,
-    Command,
-    Config,
-    DryRun,
-    Labels,
-    MapColumns,
-    Options,
-    Overrides,
-    clean_output,
-    config_and_overrides,
-    print_result,
-)
 from .probe import probe_reward
 from .sample import demo, sample
 from .score import score
@@ -61,7 +48,7 @@ def command(group: str, example: str, name: str | None = None) -> Callable[[Call
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         first_sentence = (function.__doc__ or "").split(". ")[0].strip().rstrip(".")
         options: Any = {"rich_help_panel": group, "epilog": f"Example: visalign {example}"}
-        return app.command(name, cls=Command, short_help=f"{first_sentence}.", **options)(function)
+        return app.command(name, cls=opt.Command, short_help=f"{first_sentence}.", **options)(function)
 
     return register
 
@@ -103,30 +90,30 @@ def quickstart(output: Output = None, seed: Annotated[int, Option(help="Random s
 
 @command(TRAIN, "train shapes_flow_grpo optimizer.lr=1e-3 --output runs/flow")
 def train(
-    config: Config = None,
-    overrides: Overrides = None,
+    config: opt.Config = None,
+    overrides: opt.Overrides = None,
     output: Output = None,
     resume: Resume = False,
-    dry_run: DryRun = False,
+    dry_run: opt.DryRun = False,
 ) -> None:
     """Run the job of a configuration file."""
-    _train(*config_and_overrides(config, overrides), output, resume=resume, dry_run=dry_run)
+    _train(*opt.config_and_overrides(config, overrides), output, resume=resume, dry_run=dry_run)
 
 
 @command(REWARD, "train-reward shapes_hpsv3 data.train=pairs.jsonl --output runs/reward", "train-reward")
 def train_reward(
-    config: Config = None,
-    overrides: Overrides = None,
-    columns: MapColumns = None,
-    labels: Labels = None,
+    config: opt.Config = None,
+    overrides: opt.Overrides = None,
+    columns: opt.MapColumns = None,
+    labels: opt.Labels = None,
     output: Output = None,
     resume: Resume = False,
-    dry_run: DryRun = False,
+    dry_run: opt.DryRun = False,
 ) -> None:
     """Train a reward model, of images or of texts, on pairs, rankings, votes or scores."""
     from visalign.data.sets.columns import parse_map
 
-    config, overrides = config_and_overrides(config, overrides)
+    config, overrides = opt.config_and_overrides(config, overrides)
     changes = [f"data.map.{ours}={json.dumps(theirs)}" for ours, theirs in parse_map(columns or []).items()]
     changes += [] if labels is None else [f"data.coding={json.dumps(labels)}"]
     pipelines = ("train_reward", "text_reward")
@@ -180,7 +167,7 @@ def init(
     from visalign.pipelines.start import draft_config
 
     new_file(None if overwrite and not output.is_dir() else output, endings=(".yaml",))
-    with clean_output():
+    with opt.clean_output():
         text = draft_config(model, images=images, prompts=prompts, memory=memory)
     write_atomic(output, text)
     echo("\n".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#")))
@@ -189,15 +176,15 @@ def init(
 
 @command(TRAIN, "plan sd35_flow_grpo rollout.group_size=16 --images 100000")
 def plan(
-    config: Config = None,
-    overrides: Overrides = None,
+    config: opt.Config = None,
+    overrides: opt.Overrides = None,
     processes: Annotated[
-        int | None, Option(min=1, max=MOST_COUNTED, help="Number of devices; memory is reported per device.")
+        int | None, Option(min=1, max=opt.MOST_COUNTED, help="Number of devices; memory is reported per device.")
     ] = None,
     images: Annotated[
         int | None, Option(min=1, help="Plan as many iterations as draw this many images, in place of run.iterations.")
     ] = None,
-    as_json: AsJson = False,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Estimate a run without loading its model: memory, forward-equivalents, hours by device.
 
@@ -209,12 +196,12 @@ def plan(
 
     from .show import show_plan
 
-    job = load_job(*config_and_overrides(config, overrides))
+    job = load_job(*opt.config_and_overrides(config, overrides))
     if images is not None:
         job = until_images(job, images)
-    with clean_output():
+    with opt.clean_output():
         estimate = job.estimate(job.config)
-    print_result(estimate, show_plan, as_json)
+    opt.print_result(estimate, show_plan, as_json)
 
 
 @command(TRAIN, "watch runs/flow")
@@ -263,7 +250,7 @@ def push(
     name: Annotated[str, Argument(help="Name on the hub: owner/name.")],
     license: Annotated[str | None, Option(help="Licence, such as apache-2.0. Default: the base model's.")] = None,
     private: Annotated[bool, Option("--private", help="Make a new repository private.")] = False,
-    dry_run: DryRun = False,
+    dry_run: opt.DryRun = False,
 ) -> None:
     """Upload a run's result and its model card to the Hugging Face hub.
 
@@ -291,20 +278,20 @@ command(REWARD, "rank images/ -r hpsv3 --prompt 'a red circle'")(rank)
 @command(REWARD, "serve-reward hpsv3 --port 8000", "serve-reward")
 def serve_reward(
     reward: Annotated[str, Argument(help="Name of a reward, module:Name or file.py:Name.")],
-    options: Options = None,
+    options: opt.Options = None,
     host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, Option(help="Port to listen on.", min=1, max=65535)] = 8000,
     token_env: Annotated[
         str | None, Option(help="Environment variable with the token that clients must send.")
     ] = None,
-    max_batch: Annotated[int, Option(help="Images scored together.", min=1, max=MOST_COUNTED)] = 64,
+    max_batch: Annotated[int, Option(help="Images scored together.", min=1, max=opt.MOST_COUNTED)] = 64,
     timeout: Annotated[float, Option(help="Time limit per batch, in seconds.", min=1.0, max=1e6)] = 120.0,
     threads: Annotated[int | None, Option(help="CPU threads of the reward.", min=1, max=1_024)] = None,
     memory: Annotated[
         float | None, Option(help="Memory for requests and scoring in GiB. Default: half of the free memory.", min=0.0)
     ] = None,
     max_pixels: Annotated[int | None, Option(help="Pixels scored together. Default: from the memory.", min=1)] = None,
-    max_connections: Annotated[int, Option(help="Maximum number of connections.", min=1, max=MOST_COUNTED)] = 256,
+    max_connections: Annotated[int, Option(help="Maximum number of connections.", min=1, max=opt.MOST_COUNTED)] = 256,
 ) -> None:
     """Serve a reward over HTTP. Clients use it as the reward `remote` with the option url."""
     from visalign.pipelines.serve_reward import serve_reward as serve

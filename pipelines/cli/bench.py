@@ -17,19 +17,8 @@ from typer import Argument, Exit, Option, echo
 
 from visalign.errors import UserError
 
+from . import options as opt
 from .messages import user_messages
-from .options import (
-    AsJson,
-    Batch,
-    Device,
-    LabelOptions,
-    OptionalRewards,
-    Repeated,
-    Resume,
-    clean_output,
-    print_result,
-    resume_line,
-)
 from .sample import numbers
 
 
@@ -49,25 +38,28 @@ def bench(
             "--suite", "-s", help="Suite: NAME, NAME:FILE with its published file, or a prompt file. Default: world."
         ),
     ] = None,
-    reward: OptionalRewards = None,
-    lora: Annotated[Repeated, Option(help="Also compare the one MODEL with this LoRA; repeat.")] = None,
+    reward: opt.OptionalRewards = None,
+    lora: Annotated[opt.Repeated, Option(help="Also compare the one MODEL with this LoRA; repeat.")] = None,
     images: Annotated[bool, Option("--images", help="Compare folders of images instead of models.")] = False,
     seeds: Annotated[str | None, Option(help="Seeds such as 0-3, an image each. Default: the suite's.")] = None,
     steps: Annotated[int | None, Option(help="Denoising steps. Default: each pipeline's.", min=1, max=10_000)] = None,
     limit: Annotated[
         int | None, Option(help="Number of prompts, evenly over the suite.", min=1, max=2**32 - 1)
     ] = None,
-    options: LabelOptions = None,
-    device: Device = None,
-    resume: Resume = False,
-    batch_size: Batch = 16,
-    as_json: AsJson = False,
+    options: opt.LabelOptions = None,
+    device: opt.Device = None,
+    resume: opt.Resume = False,
+    batch_size: opt.Batch = 16,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Compare image models on a suite of prompts: scores, win rates, intervals, a page. Exits with 1 if a score fails.
 
     torchrun in front of the command divides the drawing among GPUs.
     """
-    with user_messages(resume=resume_line(resume)), Progress(console=Console(stderr=True), transient=True) as progress:
+    with (
+        user_messages(resume=opt.resume_line(resume)),
+        Progress(console=Console(stderr=True), transient=True) as progress,
+    ):
         from visalign.pipelines.bench.job import IMAGES, run_bench
         from visalign.pipelines.bench.result import PAGE
         from visalign.pipelines.bench.sides import folder_sides, model_side, suite_edits
@@ -98,7 +90,7 @@ def bench(
                 )
         if device is None and (device := default_device()) == "cuda":
             device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"  # torchrun's
-        with clean_output():
+        with opt.clean_output():
             rewards = load_each(names, rules, load_reward, device)
             scoring = {"rewards": rewards, "correctness": rule and rule.correctness}
             if rule is None or images:
@@ -113,7 +105,7 @@ def bench(
             result = run_bench(sides, rule, rewards, output, part_size=size, on_part=advance)
     if result is None:  # a further process of torchrun
         return
-    print_result(result, show_bench, as_json)
+    opt.print_result(result, show_bench, as_json)
     echo(f"Page: {output / PAGE}", err=as_json)
     if any(measured["failed"] for model in result["models"] for measured in model["numbers"].values()):
         echo("Reasons of missing scores: visalign score IMAGES -r NAME, with the images of that model.", err=True)

@@ -13,18 +13,7 @@ from typer import Argument, Exit, Option, echo
 
 from visalign.errors import UserError
 
-from .options import (
-    MOST_COUNTED,
-    Device,
-    LabelOptions,
-    Prompt,
-    Repeated,
-    Seed,
-    Tables,
-    clean_output,
-    write_page_or_json,
-    write_table_files,
-)
+from . import options as opt
 
 
 def collect(
@@ -32,26 +21,30 @@ def collect(
         Path, Argument(help="SQLite file of the votes, created if missing. A folder of images first: votes.sqlite.")
     ],
     sources: Annotated[
-        Repeated, Argument(help="For a new file: images, folders (of several, pairs across them), tables or sets.")
+        opt.Repeated, Argument(help="For a new file: images, folders (of several, pairs across them), tables or sets.")
     ] = None,
     single: Annotated[bool, Option("--single", help="Show one image at a time instead of two.")] = False,
     best_of: Annotated[
         int | None, Option("--best-of", help="Show N images of a prompt, of which one is chosen.", min=3, max=9)
     ] = None,
-    prompt: Prompt = None,
+    prompt: opt.Prompt = None,
     slider: Annotated[
         str | None, Option(help="Words along a slider, separated by commas; --single alone has one too.")
     ] = None,
-    question: Annotated[Repeated, Option("--question", "-q", help="Checklist question; repeat for several.")] = None,
+    question: Annotated[
+        opt.Repeated, Option("--question", "-q", help="Checklist question; repeat for several.")
+    ] = None,
     boxes: Annotated[bool, Option("--boxes", help="Let voters draw boxes around faults.")] = False,
     text: Annotated[bool, Option("--text", help="Let voters write a comment.")] = False,
     gold: Annotated[str | None, Option(help="Preference set of pairs with a known answer.")] = None,
     votes_each: Annotated[int, Option(help="Votes per task; 0: one from every voter.", min=0)] = 3,
     gold_every: Annotated[int, Option(help="Make every n-th task a gold one; 0: none.", min=0)] = 10,
     repeat_every: Annotated[int, Option(help="Repeat an earlier task every n tasks; 0: never.", min=0)] = 15,
-    per_prompt: Annotated[int, Option(help="Most pairs, or groups, per prompt.", min=1, max=MOST_COUNTED)] = 10,
-    voter: Annotated[Repeated, Option("--voter", help="Name of an allowed voter; repeat. Default: everybody.")] = None,
-    seed: Seed = 0,
+    per_prompt: Annotated[int, Option(help="Most pairs, or groups, per prompt.", min=1, max=opt.MOST_COUNTED)] = 10,
+    voter: Annotated[
+        opt.Repeated, Option("--voter", help="Name of an allowed voter; repeat. Default: everybody.")
+    ] = None,
+    seed: opt.Seed = 0,
     host: Annotated[
         str, Option(help="Address to listen on; 0.0.0.0 admits other devices by invitation.")
     ] = "127.0.0.1",
@@ -59,8 +52,8 @@ def collect(
     judge: Annotated[
         str | None, Option(help="Let this judge vote under its name instead of serving the page.")
     ] = None,
-    options: LabelOptions = None,
-    device: Device = None,
+    options: opt.LabelOptions = None,
+    device: opt.Device = None,
     export: Annotated[Path | None, Option(help="Write the votes as a set (.jsonl) to train on, then stop.")] = None,
     form: Annotated[
         Literal["set", "label-studio", "argilla"],
@@ -70,9 +63,9 @@ def collect(
         bool, Option("--model", help="Export labels of the annotator model, not shares of votes.")
     ] = False,
     report: Annotated[Path | None, Option(help="Write a page (.html) on voters and agreement, then stop.")] = None,
-    tables: Tables = None,
+    tables: opt.Tables = None,
     leave_out: Annotated[
-        Repeated, Option("--leave-out", help="Voter to leave out of --export and --report; repeat.")
+        opt.Repeated, Option("--leave-out", help="Voter to leave out of --export and --report; repeat.")
     ] = None,
 ) -> None:
     """Collect votes on images or texts: a local page for people, judges that vote, agreement, a set to train on."""
@@ -129,7 +122,7 @@ def _judge(store: Any, name: str, options: list[str], device: str | None) -> Non
     from visalign.pipelines.shared.reward_options import load_each
     from visalign.rewards.text.completions import load_any_judge
 
-    with clean_output():
+    with opt.clean_output():
         loaded = load_each([name], options, load_any_judge, device)[name]
         new, reasons = judge_votes(store, loaded, name)
     echo(f"{name} voted on {new} pairs.", err=True)
@@ -163,8 +156,8 @@ def _report(store: Any, path: Path | None, tables: Path | None, leave_out: list[
     new_file(tables)
     result = report(store, select_votes(store, leave_out), IntervalSettings())
     show_report(Console(), result)
-    write_table_files(tables, lambda: file_tables(result))
-    write_page_or_json(path, result, lambda: votes_page(result, with_images(store, result)))
+    opt.write_table_files(tables, lambda: file_tables(result))
+    opt.write_page_or_json(path, result, lambda: votes_page(result, with_images(store, result)))
 
 
 def show_report(console: Console, result: dict[str, Any]) -> None:

@@ -12,27 +12,7 @@ from rich.table import Column, Table
 from rich.text import Text
 from typer import Argument, Exit, Option, echo
 
-from .options import (
-    AsJson,
-    Batch,
-    Cache,
-    Device,
-    LabelOptions,
-    MapColumns,
-    NewFile,
-    NewFolder,
-    OptionalRewards,
-    Prompt,
-    Resume,
-    Rewards,
-    Scores,
-    Seed,
-    Tables,
-    clean_output,
-    print_result,
-    write_page_or_json,
-    write_table_files,
-)
+from . import options as opt
 from .score import scoring
 from .show import print_provenance
 
@@ -40,14 +20,14 @@ from .show import print_provenance
 def compare(
     first: Annotated[Path, Argument(metavar="A", help="An image.")],
     second: Annotated[Path, Argument(metavar="B", help="Another image.")],
-    reward: Rewards,
-    prompt: Prompt = None,
-    options: LabelOptions = None,
-    output: NewFile = None,
-    tables: Tables = None,
-    cache: Cache = None,
-    device: Device = None,
-    as_json: AsJson = False,
+    reward: opt.Rewards,
+    prompt: opt.Prompt = None,
+    options: opt.LabelOptions = None,
+    output: opt.NewFile = None,
+    tables: opt.Tables = None,
+    cache: opt.Cache = None,
+    device: opt.Device = None,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Compare two images: winner, margin, confidence and reasons. Exits with 1 if a reward fails."""
     from visalign.evaluation.pages.compare_page import compare_page, file_tables
@@ -59,14 +39,14 @@ def compare(
     new_file(output, endings=(".html", ".json"))
     new_file(tables)
     images = read_two([first, second])
-    with clean_output():
+    with opt.clean_output():
         judges = load_each(reward, options or [], load_judge, device)
         text = needed_prompt(prompt, judges)
         result = compare_images(images, text, with_cache(judges, cache))
     result["images"] = {"A": str(first), "B": str(second)}
-    print_result(result, show_comparison, as_json)
-    write_page_or_json(output, result, lambda: compare_page(result, images, [first.name, second.name]), as_json)
-    write_table_files(tables, lambda: file_tables(result))
+    opt.print_result(result, show_comparison, as_json)
+    opt.write_page_or_json(output, result, lambda: compare_page(result, images, [first.name, second.name]), as_json)
+    opt.write_table_files(tables, lambda: file_tables(result))
     print_provenance(judges, [text])
     if result["votes"].get("failed"):
         raise Exit(1)
@@ -95,15 +75,15 @@ def show_comparison(console: Console, result: Mapping[str, Any]) -> None:
 def rank(
     images: Annotated[list[Path], Argument(help="Image files or folders, or a table of completions of one prompt.")],
     reward: Annotated[str, Option("--reward", "-r", help="Name of the reward.")],
-    prompt: Prompt = None,
-    options: LabelOptions = None,
+    prompt: opt.Prompt = None,
+    options: opt.LabelOptions = None,
     budget: Annotated[float, Option(help="Calls of a pairwise reward as a share of all pairs, in (0, 2].")] = 0.3,
     level: Annotated[float, Option(help="Confidence level of the intervals.")] = 0.9,
-    output: NewFile = None,
-    tables: Tables = None,
-    cache: Cache = None,
-    device: Device = None,
-    as_json: AsJson = False,
+    output: opt.NewFile = None,
+    tables: opt.Tables = None,
+    cache: opt.Cache = None,
+    device: opt.Device = None,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Rank images, or texts, of one prompt, best first. Exits with 1 if any image could not be judged."""
     from visalign.data.sets.image_references import resolve_image
@@ -124,14 +104,14 @@ def rank(
         names = [str(path) for path in find_images(images)]
         for name in names:
             require_still(Path(name))
-    with clean_output():
+    with opt.clean_output():
         loaded = load_each([reward], options or [], load_any_judge, device)
         text, judge = needed_prompt(prompt, loaded), with_cache(loaded, cache)[reward]
         ranking = order([resolve_image(name) for name in names], text, judge, budget=budget, level=level)
     result = ranking_record(ranking, names, text, reward, judge)
-    print_result(result, show_ranking, as_json)
-    write_page_or_json(output, result, lambda: ranking_page(result), as_json)
-    write_table_files(tables, lambda: file_tables(result))
+    opt.print_result(result, show_ranking, as_json)
+    opt.write_page_or_json(output, result, lambda: ranking_page(result), as_json)
+    opt.write_table_files(tables, lambda: file_tables(result))
     print_provenance({reward: judge}, [text])
     if failed := sum(row["reason"] is not None for row in result["images"]):
         echo(f"{failed} of {len(names)} images could not be judged; their rows give the reasons.", err=True)
@@ -163,19 +143,19 @@ def agree(
             help="Table (image or completion, prompt), folder, hub dataset, LAYOUT:FOLDER, shapes:pairs, ...",
         ),
     ],
-    reward: OptionalRewards = None,
-    scores: Scores = None,
-    columns: MapColumns = None,
-    prompt: Prompt = None,
-    options: LabelOptions = None,
+    reward: opt.OptionalRewards = None,
+    scores: opt.Scores = None,
+    columns: opt.MapColumns = None,
+    prompt: opt.Prompt = None,
+    options: opt.LabelOptions = None,
     limit: Annotated[int | None, Option(help="Maximum number of images.", min=3, max=2**32 - 1)] = None,
-    cache: Cache = None,
-    device: Device = None,
-    output: NewFolder = None,
-    resume: Resume = False,
-    batch_size: Batch = 32,
-    seed: Seed = 0,
-    as_json: AsJson = False,
+    cache: opt.Cache = None,
+    device: opt.Device = None,
+    output: opt.NewFolder = None,
+    resume: opt.Resume = False,
+    batch_size: opt.Batch = 32,
+    seed: opt.Seed = 0,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Show how far rewards agree on a set: rank correlations, and the images or texts they disagree on."""
     from visalign.data.sets.columns import Columns, parse_map, parse_scores
@@ -186,16 +166,16 @@ def agree(
 
     if output is not None:
         check_run_folder(output, resume=resume)
-    with clean_output():
+    with opt.clean_output():
         loaded = load_each(reward or [], options or [], load_any_reward, device)
     names, score_columns = parse_scores(scores or [])
     table = Columns(names=parse_map(columns or []) | score_columns, has_images=any_needs_prompt(loaded))
     rows = read_set(source, prompt=prompt, limit=limit, columns=table, scores=names)
     rewards, log = with_cache(loaded, cache), output / ROWS if output is not None and loaded else None
-    with scoring(log, rewards, len(rows), resume=resume) as keeping, clean_output():
+    with scoring(log, rewards, len(rows), resume=resume) as keeping, opt.clean_output():
         keeping |= {"seed": seed, "batch_size": batch_size}
         result = agree_rewards(rows, rewards, source=source, columns=names, **keeping)
-    print_result(result, show_agreement, as_json)
+    opt.print_result(result, show_agreement, as_json)
     if output is not None:
         echo(f"Page: {write_agreement(output, result)}", err=as_json)
 

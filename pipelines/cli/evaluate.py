@@ -14,23 +14,8 @@ from rich.table import Table
 from rich.text import Text
 from typer import Argument, Option
 
+from . import options as opt
 from .messages import user_messages
-from .options import (
-    MOST_COUNTED,
-    Batch,
-    Cache,
-    Device,
-    LabelOptions,
-    Labels,
-    MapColumns,
-    NewFolder,
-    OptionalRewards,
-    Repeated,
-    Resume,
-    Scores,
-    Seed,
-    resume_line,
-)
 
 MOST_COLUMNS = 3  # Judges per table in a terminal; more follow in tables below
 
@@ -43,34 +28,34 @@ def evaluate(
             "owner/name:split of the hub, LAYOUT:FOLDER, shapes:pairs, shapes:quality."
         ),
     ],
-    reward: OptionalRewards = None,
-    reward_options: LabelOptions = None,
-    scores: Scores = None,
-    lower_is_better: Annotated[Repeated, Option(help="Names of --scores where lower is better; repeat.")] = None,
-    columns: MapColumns = None,
-    labels: Labels = None,
+    reward: opt.OptionalRewards = None,
+    reward_options: opt.LabelOptions = None,
+    scores: opt.Scores = None,
+    lower_is_better: Annotated[opt.Repeated, Option(help="Names of --scores where lower is better; repeat.")] = None,
+    columns: opt.MapColumns = None,
+    labels: opt.Labels = None,
     join: Annotated[
         list[Path] | None, Option("--join", help="Table of scores by image, as `visalign score` writes it; repeat.")
     ] = None,
     split: Annotated[str | None, Option(help="Split of the set.")] = None,
     limit: Annotated[int | None, Option(help="Maximum number of records.", min=1, max=2**32 - 1)] = None,
-    output: NewFolder = None,
-    resume: Resume = False,
+    output: opt.NewFolder = None,
+    resume: opt.Resume = False,
     swap_sides: Annotated[bool, Option("--swap-sides", help="Swap the sides of random pairs.")] = False,
     keep_duplicates: Annotated[
         bool, Option("--keep-duplicates", help="Count repeated votes of one annotator.")
     ] = False,
     fuse: Annotated[bool, Option("--fuse", help="Also fuse all rewards into one, cross-fitted by prompt.")] = False,
-    cache: Cache = None,
-    device: Device = None,
-    batch_size: Batch = 32,
+    cache: opt.Cache = None,
+    device: opt.Device = None,
+    batch_size: opt.Batch = 32,
     max_failure_rate: Annotated[float, Option(help="Stop above this share of failed records.")] = 0.5,
-    seed: Seed = 0,
-    resamples: Annotated[int, Option(help="Number of bootstrap draws.", min=100, max=MOST_COUNTED)] = 1_000,
+    seed: opt.Seed = 0,
+    resamples: Annotated[int, Option(help="Number of bootstrap draws.", min=100, max=opt.MOST_COUNTED)] = 1_000,
     bins: Annotated[int, Option(help="Number of bins in the reliability diagram.", min=1, max=1_000)] = 10,
 ) -> None:
     """Measure rewards on a preference or quality set of images or texts: agreement, calibration, slices."""
-    with user_messages(resume=resume_line(resume) if output is not None else None):
+    with user_messages(resume=opt.resume_line(resume) if output is not None else None):
         from visalign.data.sets.columns import Columns, parse_map, parse_scores
         from visalign.evaluation.pages.table_files import FOLDER
         from visalign.evaluation.rewards.judged_pairs import IntervalSettings

@@ -13,19 +13,7 @@ from rich.table import Table
 from rich.text import Text
 from typer import Argument, Exit, Option, echo
 
-from .options import (
-    MOST_COUNTED,
-    AsJson,
-    Batch,
-    Device,
-    NewFolder,
-    Options,
-    Prompt,
-    Repeated,
-    Seed,
-    clean_output,
-    print_result,
-)
+from . import options as opt
 
 
 def probe_reward(
@@ -38,15 +26,15 @@ def probe_reward(
             help="Table of images or texts, folder or image. Default: the shapes world, or the text tasks.",
         ),
     ] = None,
-    prompt: Prompt = None,
-    options: Options = None,
-    device: Device = None,
-    only: Annotated[Repeated, Option("--only", help="Name of a probe to run; repeat for several.")] = None,
-    count: Annotated[int, Option(help="Maximum number of reference images.", min=2, max=MOST_COUNTED)] = 64,
-    batch_size: Batch = 32,
-    seed: Seed = 0,
-    output: NewFolder = None,
-    as_json: AsJson = False,
+    prompt: opt.Prompt = None,
+    options: opt.Options = None,
+    device: opt.Device = None,
+    only: Annotated[opt.Repeated, Option("--only", help="Name of a probe to run; repeat for several.")] = None,
+    count: Annotated[int, Option(help="Maximum number of reference images.", min=2, max=opt.MOST_COUNTED)] = 64,
+    batch_size: opt.Batch = 32,
+    seed: opt.Seed = 0,
+    output: opt.NewFolder = None,
+    as_json: opt.AsJson = False,
 ) -> None:
     """Find irrelevant changes that shift a reward's scores. Exits with 1 if a probe fails."""
     from visalign.pipelines.probe.job import probe_reward as run
@@ -59,7 +47,7 @@ def probe_reward(
 
     if output is not None:
         check_run_folder(output, resume=False)
-    with clean_output():
+    with opt.clean_output():
         judge = load_each([reward], options or [], load_any_judge, device)[reward]
     probes = probes_for(judge, only)
     if reference:
@@ -67,7 +55,7 @@ def probe_reward(
     else:
         of_texts = isinstance(judge, CompletionScores | CompletionPairs)
         images = (task_reference_set if of_texts else shapes_reference_set)(count, seed=seed)
-    with Progress(console=Console(stderr=True), transient=True) as progress, clean_output():
+    with Progress(console=Console(stderr=True), transient=True) as progress, opt.clean_output():
         task = progress.add_task("probing", total=len(probes))
         result = run(
             judge,
@@ -77,7 +65,7 @@ def probe_reward(
             batch_size=batch_size,
             on_probe=lambda done, title: progress.update(task, completed=done, description=title),
         )
-    print_result(result, show_probe, as_json)
+    opt.print_result(result, show_probe, as_json)
     if output is not None:
         echo(f"Page: {write_probe(output, result, images, seed=seed)}", err=as_json)
     if result["summary"].get("fails"):

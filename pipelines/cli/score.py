@@ -15,31 +15,16 @@ from typer import Exit, Option, echo
 
 from visalign.errors import UserError
 
+from . import options as opt
 from .messages import user_messages
-from .options import (
-    MOST_COUNTED,
-    Batch,
-    Cache,
-    Device,
-    ImageFiles,
-    LabelOptions,
-    MapColumns,
-    Prompt,
-    Resume,
-    Rewards,
-    Tables,
-    clean_output,
-    resume_line,
-    write_table_files,
-)
 
 Format = Literal["table", "json", "csv", "jsonl"]
 
 
 def score(
-    images: ImageFiles,
-    reward: Rewards,
-    prompt: Prompt = None,
+    images: opt.ImageFiles,
+    reward: opt.Rewards,
+    prompt: opt.Prompt = None,
     form: Annotated[
         Format | None,
         Option("--format", "-f", help="Format of the scores. Default: by the ending of --output, or a table."),
@@ -50,18 +35,18 @@ def score(
     page: Annotated[
         Path | None, Option("--page", help="Also write a page (.html): spread, best, worst, failures.")
     ] = None,
-    tables: Tables = None,
-    columns: MapColumns = None,
-    resume: Resume = False,
-    cache: Cache = None,
-    device: Device = None,
-    options: LabelOptions = None,
-    batch_size: Batch = 32,
+    tables: opt.Tables = None,
+    columns: opt.MapColumns = None,
+    resume: opt.Resume = False,
+    cache: opt.Cache = None,
+    device: opt.Device = None,
+    options: opt.LabelOptions = None,
+    batch_size: opt.Batch = 32,
     engine: Annotated[
         Literal["local", "ray"], Option(help="ray: many workers, tar files too, a Parquet of scores for each file.")
     ] = "local",
     workers: Annotated[
-        int | None, Option(help="With --engine ray: scoring processes. Default: one.", min=1, max=MOST_COUNTED)
+        int | None, Option(help="With --engine ray: scoring processes. Default: one.", min=1, max=opt.MOST_COUNTED)
     ] = None,
     address: Annotated[
         str | None, Option(help="With --engine ray: HOST:PORT of a cluster's head. Default: this machine.")
@@ -74,7 +59,7 @@ def score(
     only_other = local_options if on_ray else {"--workers": workers, "--address": address}
     if names := [name for name, value in only_other.items() if value is not None]:
         raise UserError(f"{', '.join(names)} needs --engine {'local' if on_ray else 'ray'}. Leave it out.")
-    with user_messages(resume=resume_line(resume) if saved is not None else None):
+    with user_messages(resume=opt.resume_line(resume) if saved is not None else None):
         from visalign.data.sets.columns import parse_map
         from visalign.pipelines.score.image_rows import image_rows
         from visalign.pipelines.score.log import partial_path
@@ -99,7 +84,7 @@ def score(
             if resume and saved is None:
                 raise UserError("--resume goes on with the scoring of a file. Add --output FILE.")
         started = time.perf_counter()
-        with clean_output():
+        with opt.clean_output():
             loaded = load_each(reward, options or [], load_any_reward, device)
         reading: dict[str, Any] = {"needs_prompt": any_needs_prompt(loaded), "names": parse_map(columns or [])}
         reading["clips"] = any(map(takes_clips, loaded.values()))
@@ -109,13 +94,13 @@ def score(
             return
         table, rewards = image_rows(images, prompt, **reading), with_cache(loaded, cache)
         part = None if saved is None else partial_path(saved)
-        with scoring(part, rewards, len(table), resume=resume) as store, clean_output():
+        with scoring(part, rewards, len(table), resume=resume) as store, opt.clean_output():
             rows = score_rows(table, rewards, batch_size=batch_size, **store)
         ending = "" if output is None else output.suffix.lower().removeprefix(".")
         show_scores(rows, form or (ending if ending in get_args(Format) else "table"), output)
         print_provenance(rewards, [row.prompt for row in rows])
         summary = score_summary(rows, rewards, seconds=time.perf_counter() - started)
-        write_table_files(tables, lambda: file_tables(rows, summary))
+        opt.write_table_files(tables, lambda: file_tables(rows, summary))
         if page is not None:
             echo(f"Page: {write_score_page(page, summary)}", err=True)
         if part is not None:
@@ -142,7 +127,7 @@ def _score_on_ray(
     from .show import print_provenance
 
     options = ScoringOptions(rewards=list(rewards), **request)
-    with Progress(console=Console(stderr=True), transient=True) as progress, clean_output():
+    with Progress(console=Console(stderr=True), transient=True) as progress, opt.clean_output():
         bar = progress.add_task("scoring", total=None)
         running["on_part"] = lambda done, total: progress.update(bar, completed=done, total=total)
         result = score_on_ray(images, output, options, rewards, **running)
