@@ -107,14 +107,7 @@ def widen_clip(base: Path, plan: Plan) -> open_clip.CLIP:
 
 
 def _train(
-    model: open_clip.CLIP,
-    name: str,
-    steps: int,
-    plan: Plan,
-    *,
-    lr: float,
-    seed: int,
-    surroundings: float = 0.0,
+    model: open_clip.CLIP, name: str, steps: int, plan: Plan, *, lr: float, seed: int, surroundings: float = 0.0
 ) -> open_clip.CLIP:
     batch, tokenizer = plan.clip_batch, new_tokenizer()
     feed = SceneFeed(seed, style_weights=(0.25, 0.25, 0.25, 0.25))

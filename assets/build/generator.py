@@ -16,12 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from diffusers import (
-    AutoencoderKL,
-    DiffusionPipeline,
-    SD3Transformer2DModel,
-    StableDiffusion3Pipeline,
-)
+from diffusers import AutoencoderKL, DiffusionPipeline, SD3Transformer2DModel, StableDiffusion3Pipeline
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
 

@@ -20,17 +20,7 @@ from visalign.data.shapes.render import render_many
 from visalign.data.shapes.scenes import DISTORTIONS, SIZE, STYLES, Scene, size_word
 
 from .judge_data import Questions
-from .judge_inputs import (
-    GRID,
-    MERGE,
-    PATCH,
-    TOKENS,
-    Packed,
-    answer_states,
-    judge_tokenizer,
-    pack_questions,
-    see,
-)
+from .judge_inputs import GRID, MERGE, PATCH, TOKENS, Packed, answer_states, judge_tokenizer, pack_questions, see
 from .judge_measures import answer_accuracy, judge_engine
 from .stage import SURROUNDINGS, Plan, fast_autocast, muon_and_adam, packaged, train
 
@@ -161,13 +151,7 @@ def widen_judge(base: Path, plan: Plan, *, questions: int = 8) -> Qwen2VLForCond
 
 
 def question_loss(
-    learner: Learner,
-    tokenizer: Any,
-    world: Questions,
-    step: int,
-    batch: int,
-    questions: int,
-    cells: float = 0.1,
+    learner: Learner, tokenizer: Any, world: Questions, step: int, batch: int, questions: int, cells: float = 0.1
 ) -> Tensor:
     """Loss of step n: questions on images, votes on pairs, and the cells at a tenth."""
     numbers = range(step * batch, (step + 1) * batch)

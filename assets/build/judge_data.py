@@ -74,8 +74,7 @@ class Questions:
         """Its own prompt, or one a word or two away; the truth is the verifier's."""
         record = self._asked(scene, rng)
         return Question(
-            text=SHOWS.replace("{prompt}", record["prompt"]),
-            answer=YES if verify_scene(scene, record).correct else NO,
+            text=SHOWS.replace("{prompt}", record["prompt"]), answer=YES if verify_scene(scene, record).correct else NO
         )
 
     def explain(self, scene: Scene, rng: np.random.Generator) -> Question:

@@ -21,14 +21,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from visalign.data.text_tasks.tasks import (
-    TASKS,
-    Record,
-    check_answer,
-    heldout_tasks,
-    misread,
-    task_record,
-)
+from visalign.data.text_tasks.tasks import TASKS, Record, check_answer, heldout_tasks, misread, task_record
 
 from .stage import Plan, fast_autocast, muon_and_adam, packaged, tidy, train
 

@@ -20,13 +20,7 @@ from visalign.adapters.speed import COMPILED_FROM
 from visalign.errors import UserError
 from visalign.flow.rollout import encoder_inputs
 from visalign.pipelines.shared.parts import Records, ends_by, evenly_spaced, run_device
-from visalign.pipelines.shared.plan import (
-    GB,
-    dtype_name,
-    per_device,
-    trained_memory,
-    weight_bytes,
-)
+from visalign.pipelines.shared.plan import GB, dtype_name, per_device, trained_memory, weight_bytes
 from visalign.training.diffusion.cost import forward_equivalents_per_image, planned_passes
 from visalign.training.diffusion.images import check_sizes
 from visalign.training.loop.sampler import PromptSampler
