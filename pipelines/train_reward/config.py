@@ -64,7 +64,6 @@ class IctModel(TrainedModel):
     """The cosine of image and prompt, trained in float32."""
 
     kind: Literal["ict"] = "ict"
-    """ict."""
     train: Literal["full"] = "full"
     """Both towers."""
     path: str = "shapes-clip"
@@ -114,7 +113,6 @@ class Hpsv3Model(SeeingModel):
     """Mean and standard deviation of the score, by a new head on a token of its own."""
 
     kind: Literal["hpsv3"] = "hpsv3"
-    """hpsv3."""
     train: Literal["head", "lora", "full"] = "lora"
     """The head alone, adapters in the language part with it, or everything."""
     head: Annotated[list[Count], Field(min_length=2, max_length=2)] | None = None
@@ -142,7 +140,6 @@ class ChecklistModel(SeeingModel):
     """Weighted answers to many yes/no questions."""
 
     kind: Literal["checklist"] = "checklist"
-    """checklist."""
     train: Literal["head", "lora"] = "lora"
     """The weights of the answers alone, or with adapters in the language part."""
     checklist: str | None = None
@@ -155,7 +152,6 @@ class HeieModel(TrainedModel):
     """A map of faults and a score of plausibility, by new heads on a frozen Qwen-VL model."""
 
     kind: Literal["heie"] = "heie"
-    """heie."""
     train: Literal["head"] = "head"
     """The new heads."""
     tiles: Count = 2

@@ -196,8 +196,6 @@ class HeieJudge(TrainedJudge):
         self.wrong_weight: float = config.objective.wrong_weight  # type: ignore[union-attr]  # heie's task alone
 
     def remember(self, examples: Examples) -> Examples:
-        """Put the features in the images' stead."""
-
         @cache
         def viewed(number: int) -> Example:
             example = examples[number]

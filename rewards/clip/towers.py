@@ -309,6 +309,5 @@ class ClipHeadJudge(ClipJudge):
         return make_scores(scatter(values, rows, len(request)), reasons, self.unit)
 
     def score_with_gradient(self, images: Tensor, prompts: Sequence[str] | None = None) -> Tensor:
-        """Score images [B, 3, H, W] in [0, 1], differentiably in the pixels: [B] float32."""
         features = self.towers.image_features_with_gradient(images)
         return self.rate(features.cpu()).to(features.device)

@@ -88,7 +88,6 @@ class Ict(ClipJudge):
         self.towers.parts.save(folder, dtype)
 
     def scaled(self, cosine: Tensor) -> Tensor | None:
-        """ICT score of a cosine; None without θ."""
         return None if self.threshold is None else truncated_score(cosine, theta=self.threshold)
 
     @property

@@ -62,7 +62,6 @@ class PickScore(ClipJudge):
         return float(self.towers.encoder.logit_scale.detach().double().exp())
 
     def scaled(self, cosine: Tensor) -> Tensor:
-        """Convert a cosine to the chosen scale."""
         slope, offset, divisor = SCALES[self.scale]
         return ((self.logit_scale if slope is None else slope) * cosine + offset) / divisor
 

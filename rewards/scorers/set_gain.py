@@ -179,7 +179,6 @@ class FrechetGain(VendiGain):
             raise RewardError(f"{self.name}: reference={str(reference)!r} holds {count} exemplars; {remedy}.")
 
     def gains(self, embedding: Tensor) -> Tensor:
-        """Compute what each of n images adds to R of their set."""
         return set_gains(self.measure, embedding)
 
     def measure(self, embedding: Tensor) -> Tensor:

@@ -148,7 +148,6 @@ class FewStepDistillation(ImageAlgorithm):
     default = "dmd2"
 
     def setup(self) -> None:
-        """Build the roles and the trained velocity."""
         assert self.settings.few_step is not None
         self.row = self.settings.few_step
         self.module = self.distribute(velocity_of, needs_reference=False, joins="several roles")
@@ -189,7 +188,6 @@ class FewStepDistillation(ImageAlgorithm):
         return Collected(experience=paths, samples=self.samples, metrics=metrics)
 
     def encode(self, records: Records, clock: PhaseClock) -> Condition:
-        """Encode the records' prompts, as guidance needs them."""
         with guidance_scale(self.policy, self.row.teacher_guidance):
             return super().encode(records, clock)
 
@@ -343,7 +341,6 @@ class FewStepDistillation(ImageAlgorithm):
         return self.sigmas[k].to(x.device), self.times[k.to(self.times.device)].to(x.device)
 
     def record(self, experience: FewStepPaths, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """Average each metric over the updates of its role."""
         values = {name: [u[name] for u in sums if name in u] for names in METRICS.values() for name in names}
         return {name: sum(numbers) / len(numbers) for name, numbers in values.items() if numbers}
 

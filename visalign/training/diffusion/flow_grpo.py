@@ -91,7 +91,6 @@ class FlowGRPO(ImageAlgorithm):
     reference_rewards: ReferenceRewards | None = None  # Of PAR
 
     def setup(self) -> None:
-        """Build the objective and the trained replay."""
         self.objective = self.settings.build(length=self.rollout.trained_per_image)
         joins = "the steps of an image" if couples_decisions(self.objective) else None
         self._scores_reference = needs_reference_log_prob(self.objective)
@@ -293,7 +292,6 @@ class FlowGRPO(ImageAlgorithm):
         )
 
     def record(self, experience: Experience, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """Compute metrics of the updates."""
         options = self.objective.surrogate_options
         bounds = [options[name] for name in ("eps_low", "eps_high") if name in options]
         metrics = update_metrics(sums)

@@ -448,7 +448,6 @@ class ImageAlgorithm(Algorithm):
         return replace(images, value=value, metrics={**images.metrics, **metrics, **multipliers})
 
     def wait_for_rewards(self) -> None:
-        """Wait until no reward is running."""
         self.scorer.wait()
 
     def release(self) -> None:
@@ -466,7 +465,6 @@ class ImageAlgorithm(Algorithm):
             run.counters.own["rounds"] = self.groups.round
 
     def restore(self, run: Context) -> None:
-        """Load the reference of a checkpoint."""
         self.reference.restore(run)
         if self.references is not None:
             self.references.load(run.tensors.get(REFERENCES, {}))
@@ -477,15 +475,12 @@ class ImageAlgorithm(Algorithm):
             self.groups.round = run.counters.own.get("rounds", 0)
 
     def unsharded(self) -> AbstractContextManager[Any]:
-        """Hold the whole network in each process inside the block."""
         return unsharded(self.policy.module)
 
     def parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
-        """Return the policy's trained parameters."""
         return self.policy.trainable_parameters()
 
     def compute_dtype(self) -> torch.dtype:
-        """Return the compute dtype of the policy's network."""
         return self.policy.compute_dtype
 
     def forward_equivalents(self) -> int:

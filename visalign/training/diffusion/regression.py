@@ -94,7 +94,6 @@ class VelocityRegression(ImageAlgorithm):
     default = "diffusion_nft"
 
     def setup(self) -> None:
-        """Build the regression, its experts and the trained velocity."""
         policy, row = self.policy, self.settings.regression
         assert row is not None
         prediction = "uniform" if policy.prediction == "velocity" else policy.prediction
@@ -404,7 +403,6 @@ class VelocityRegression(ImageAlgorithm):
         return self._levels[shape]
 
     def record(self, experience: EndPoints, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """Compute metrics of the updates."""
         self.divergence = None
         if self.imitation is not None:
             experience.metrics |= self.imitation.metrics()

@@ -62,7 +62,6 @@ class RewardGradient(ImageAlgorithm):
     default = "draft"
 
     def setup(self) -> None:
-        """Build the ascent and the trained velocity."""
         assert self.settings.ascent is not None
         self.row = self.settings.ascent
         check_differentiable(self.reward)
@@ -217,7 +216,6 @@ class RewardGradient(ImageAlgorithm):
         return self.sigmas[k].to(x.device).expand(len(x)), self.times[k].to(x.device).expand(len(x))
 
     def record(self, experience: AscentBatch, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """Compute metrics of the updates."""
         mean = {name: sum(update[name] for update in sums) / len(sums) for name in sums[0]}
         valid = torch.isfinite(experience.value)
         terms = {key: mean[key] for key in ("loss/policy", "loss/kl")} if self.row.kl else {}

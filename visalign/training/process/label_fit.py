@@ -94,11 +94,9 @@ class LabelFit(Algorithm):
         self.recorded: list[LabelOutputs] = []
 
     def parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
-        """Return the trained parameters."""
         return self.named
 
     def unsharded(self) -> AbstractContextManager[Any]:
-        """Hold the whole network in each process inside the block."""
         return nullcontext() if self.divided is None else unsharded(self.divided)
 
     def collect(self, run: Context) -> Collected:
@@ -147,7 +145,6 @@ class LabelFit(Algorithm):
         return self.outputs(local) if local else LabelOutputs(odds=empty, label=empty, loss=empty)
 
     def record(self, experience: Any, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """Average the loss over the labels of all processes."""
         self.recorded = [outputs for process in gather_object([self.recorded]) for outputs in process]
         return {"loss": report_labels(self.recorded).loss}
 

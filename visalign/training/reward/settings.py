@@ -48,7 +48,6 @@ class BradleyTerrySettings(VotesSettings):
     """Logistic loss of a score difference."""
 
     task: Literal["bradley_terry"] = "bradley_terry"
-    """bradley_terry."""
     margin: NonNegative = 0.0
     """Lead by which the better answer should win, in units of the score."""
     centre: NonNegative = 0.0
@@ -97,7 +96,6 @@ class MonteCarloSettings(UncertaintySettings):
     """The same by sampling, as HPSv3's released code does."""
 
     task: Literal["upstream_monte_carlo"] = "upstream_monte_carlo"  # type: ignore[assignment]  # another task
-    """upstream_monte_carlo."""
     samples: Count = 1000
     """Draws per pair."""
 
@@ -107,7 +105,6 @@ class RankingSettings(RewardObjectiveSettings):
     """Likelihood of whole rankings, of texts alone."""
 
     task: Literal["plackett_luce"] = "plackett_luce"
-    """plackett_luce."""
 
 
 @settings("objective")
@@ -123,7 +120,6 @@ class IctSettings(RewardObjectiveSettings):
     """ICT's cosines."""
 
     task: Literal["ict"] = "ict"
-    """ict."""
     negatives: NonNegative = 0.5
     """Weight of the mean squared cosine with other prompts' images; 0.5 is published."""
 
@@ -133,7 +129,6 @@ class HpSettings(VotesSettings):
     """HP's margin ranking."""
 
     task: Literal["hp"] = "hp"
-    """hp."""
     margin: NonNegative = 0.0
     """Lead by which the better answer should win, in units of the score; ICT-HP trains with 0.3."""
 
@@ -143,7 +138,6 @@ class IctHpSettings(RewardObjectiveSettings):
     """HP on triples, next to a trained ICT."""
 
     task: Literal["ict_hp"] = "ict_hp"
-    """ict_hp."""
     margin: NonNegative = 0.3
     """Lead of I2 over I1 and of I3 over I2."""
     product: NonNegative = 1.0
@@ -167,7 +161,6 @@ class CritiqueSettings(RewardObjectiveSettings):
     """Cross-entropy of the log-odds that a written critique is right."""
 
     task: Literal["critique"] = "critique"
-    """critique."""
     mass: NonNegative = 1.0
     """As in a rating."""
 
@@ -177,7 +170,6 @@ class YesNoSettings(VotesSettings):
     """Log-odds of yes."""
 
     task: Literal["yes_no"] = "yes_no"
-    """yes_no."""
     likelihood: NonNegative = 0.1
     """Weight, on pairs, of the likelihood of "yes" for the better and "no" for the worse image, added to
     Bradley-Terry on the log-odds."""
@@ -190,7 +182,6 @@ class ChecklistSettings(VotesSettings):
     """Logistic regression on weighted answers."""
 
     task: Literal["checklist"] = "checklist"
-    """checklist."""
     mass: NonNegative = 1.0
     """As in a rating."""
     penalty: NonNegative = 1e-3
@@ -202,7 +193,6 @@ class ChecklistAnswersSettings(RewardObjectiveSettings):
     """Cross-entropy of the answers to a checklist with people's shares of yes."""
 
     task: Literal["checklist_answers"] = "checklist_answers"
-    """checklist_answers."""
     mass: NonNegative = 1.0
     """As in a rating."""
 
@@ -212,7 +202,6 @@ class HeieObjectiveSettings(RewardObjectiveSettings):
     """HEIE's maps of faults and its score of plausibility."""
 
     task: Literal["heie"] = "heie"
-    """heie."""
     wrong_weight: NonNegative = 4.0
     """Additional weight of cells that everybody boxed, which are rare."""
 

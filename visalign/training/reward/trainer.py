@@ -77,15 +77,12 @@ class RewardModeling(Algorithm):
         return network
 
     def unsharded(self) -> AbstractContextManager[Any]:
-        """Hold the whole model in each process inside the block."""
         return unsharded(self.forward) if isinstance(self.forward, ModuleOfFunction) else nullcontext()
 
     def parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
-        """Return the model's trained parameters."""
         return self.judge.trainable_parameters()
 
     def compute_dtype(self) -> torch.dtype:
-        """Return the compute dtype of the network."""
         return self._compute_dtype
 
     def collect(self, run: Context) -> Collected:

@@ -154,11 +154,9 @@ class DPO(TextAlgorithm):
         return PreferenceData(completions, ref, None if good is None else torch.tensor(good, dtype=torch.bool))
 
     def collect(self, run: Context) -> Collected:
-        """Read the next batches of the stream."""
         return self.next_batches(self.data.completions, run, per_record=2)
 
     def backward(self, experience: Any, step: TextRollout, run: Context) -> dict[str, float]:
-        """Add the gradient of the mean loss of a batch."""
         ref, good = self.data.select(step)
         count, accelerator = len(ref), self.accelerator
         length = step.loss_mask.sum(1).view(2, -1).sum(0)

@@ -91,7 +91,6 @@ class LatentFlow(LearningReward):
         return {"learnt": torch.tensor(self._iterations), **super().state()}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from a checkpoint."""
         self._iterations = int(state["learnt"])
         super().load(state)
 

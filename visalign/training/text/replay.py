@@ -29,7 +29,6 @@ class TextAlgorithm(Algorithm):
     module: nn.Module  # `TextReplay` of the policy as the processes share it
 
     def unsharded(self) -> AbstractContextManager[Any]:
-        """Give each process the whole model within the context."""
         return unsharded(self.module)
 
     def next_batches(self, stream: Demonstrations, run: Context, *, per_record: int = 1) -> Collected:
@@ -41,11 +40,9 @@ class TextAlgorithm(Algorithm):
         return Collected(experience=batches, samples=samples, tokens=tokens)
 
     def parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
-        """Return the policy's trained parameters."""
         return self.policy.trainable_parameters()
 
     def compute_dtype(self) -> torch.dtype:
-        """Return the dtype of the policy's matrix products."""
         return getattr(self.policy, "compute_dtype", torch.float32)
 
 

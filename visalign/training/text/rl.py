@@ -179,7 +179,6 @@ class TextRL(TextAlgorithm):
             raise UserError(f"sharding goes without {name}. Leave one of the two out.")
 
     def rates(self, lr: float) -> Mapping[str, float]:
-        """Return factors of the learning rate `lr` for the heads."""
         heads = self.settings.heads_lr
         return {} if heads is None else dict.fromkeys(HEADS, heads / lr)
 
@@ -194,7 +193,6 @@ class TextRL(TextAlgorithm):
         return replace(base, surrogate_options={**base.surrogate_options, "beta": self._kl_penalty})
 
     def parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
-        """Return parameters of the policy, a value network and a log-partition head."""
         parts = self.parts
         parameters = list(self.policy.trainable_parameters())
         if parts.value_model is not None:
@@ -390,7 +388,6 @@ class TextRL(TextAlgorithm):
         return float((log_ratio.expm1() - log_ratio)[t.weight != 0].mean())
 
     def wait_for_rewards(self) -> None:
-        """Wait until all pending completions are scored."""
         self.parts.scorer.wait()
 
     def finish(self, run: Context) -> None:

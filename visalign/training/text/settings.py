@@ -170,7 +170,6 @@ class TextRolloutSettings(GenerationSettings):
 
     @property
     def sampling(self) -> Sampling:
-        """Distribution that tokens are drawn from."""
         return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
 
 

@@ -47,7 +47,6 @@ class SFT(TextAlgorithm):
         self.module = distribute(TextReplay(policy), self.accelerator, sharding)
 
     def collect(self, run: Context) -> Collected:
-        """Read the next batches of the stream."""
         return self.next_batches(self.demonstrations, run)
 
     def backward(self, experience: Any, step: TextRollout, run: Context) -> dict[str, float]:
@@ -57,7 +56,6 @@ class SFT(TextAlgorithm):
         return {"loss": loss, "tokens": float((step.loss_mask != 0).sum()), "samples": float(len(step))}
 
     def record(self, experience: Any, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """Return loss, perplexity and length of the batches."""
         tokens = sum(update["tokens"] for update in sums)
         nll = sum(update["loss"] * update["tokens"] for update in sums) / tokens
         return {
