@@ -210,7 +210,7 @@ def test_what_cannot_be_learnt_from_is_refused_before_training(tmp_path, monkeyp
     Image.new("RGB", (8, 8)).save(tmp_path / "BAD" / "a.png")
     (tmp_path / "CUT").mkdir()
     (tmp_path / "CUT" / "a.tar.gz").write_bytes(b"")
-    (tmp_path / "no_prompt.jsonl").write_text('{"image": "BAD/a.png", "caption": "a thing"}')
+    (tmp_path / "no_prompt.jsonl").write_text('{"image": "BAD/a.png", "remark": "a thing"}')
     with pytest.raises((UserError, ConfigError), match=message):
         config = load_config(SFTImagesConfig, None, [*SMALL, *given])
         prepare(config, 1)
