@@ -91,7 +91,7 @@ def check_part(part: Part, options: ScoringOptions) -> None:
     if part.source.suffix.lower() == ".parquet":
         rows = [dict.fromkeys(parquet_schema(part.source).names)]
     else:
-        first = [row for _, row, _ in islice(_read_rows(part.source), FIRST)]
+        first = [row for _, row, _ in islice(_read_rows(part.source, options), FIRST)]
         rows = [dict.fromkeys(name for row in first for name in row)] if first else []
     needed = ("image",) if options.default_prompt is not None else ("image", "prompt")
     for row in rows:
@@ -109,7 +109,7 @@ def read_part(part: Part, options: ScoringOptions) -> Iterator[ImageRow]:
                 yield ImageRow(image=str(path), prompt="", reason=str(error))
         return
     path = part.source
-    for number, columns, member in _read_rows(path):
+    for number, columns, member in _read_rows(path, options):
         try:
             names = usual_names(columns, options.names, is_judged=False)
             row = rename_columns(path, columns, names)
@@ -126,12 +126,16 @@ def read_part(part: Part, options: ScoringOptions) -> Iterator[ImageRow]:
             yield ImageRow(image=f"{path}#{member or number}", prompt="", reason=str(error))
 
 
-def _read_rows(path: Path) -> Iterator[tuple[int, Row, str | None]]:
+def _read_rows(path: Path, options: ScoringOptions) -> Iterator[tuple[int, Row, str | None]]:
     """Read (number, row, name of the sample in a tar file) of a file."""
     if path.name.lower().endswith(TARS):
         yield from _read_tar(path)
-    else:
-        yield from ((number, row, None) for number, row in read_rows(path))
+        return
+    columns = None
+    if path.suffix.lower() == ".parquet":  # whose further columns may be large
+        names = usual_names(dict.fromkeys(parquet_schema(path).names), options.names, is_judged=False)
+        columns = [names.get(name, name) for name in ("image", "prompt", "metadata")]
+    yield from ((number, row, None) for number, row in read_rows(path, columns=columns))
 
 
 def parquet_schema(path: Path) -> Any:

@@ -8,6 +8,7 @@ import json
 import tarfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pyarrow
@@ -124,11 +125,16 @@ def test_sets_as_other_tools_write_them(tmp_path):
             info.size = len(data)
             tar.addfile(info, io.BytesIO(data))
     column = [{"bytes": content.getvalue(), "path": "a.png"}, {"bytes": b"", "path": "b.png"}]
-    pyarrow.parquet.write_table(pyarrow.table({"image": column, "text": ["a blue thing"] * 2}), tmp_path / "a.parquet")
+    columns = {"image": column, "text": ["a blue thing"] * 2, "latents": [[0.5] * 9] * 2}
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
     Image.fromarray(np.full((8, 8), 300, np.float32)).save(tmp_path / "deep.tiff")
     (tmp_path / "1.png").write_bytes(content.getvalue())
     rows = ["1.png,", "1.png,  ", "deep.tiff,a deep thing", '1.png,"a ""blue"", thing"']
     (tmp_path / "a.csv").write_text("\n".join(["file_name,caption", *rows]))
+    file = pyarrow.parquet.ParquetFile
+    with patch.object(file, "iter_batches", autospec=True, side_effect=file.iter_batches) as reading:
+        read_captioned(str(tmp_path / "a.parquet"), "none", None, None, {})
+    assert reading.call_args.kwargs["columns"] == ["image", "text"]  # the latents stay where they are
     for name, left_out in {"a.tar": 1, "a.parquet": 1, "a.csv": 3}.items():
         (record,), (note,) = read_captioned(str(tmp_path / name), "none", None, None, {})
         assert record["prompt"].startswith("a ") and f": {left_out}." in note, note
