@@ -76,7 +76,7 @@ Outputs = tuple[PairOutput, Tensor, dict[str, Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class RegressionStep:
-    """One optimizer update."""
+    """Optimizer update."""
 
     units: list[Tensor]  # Samples of one loss term, indices among the B: one each, or those of a group
     count: int  # Units that the loss is a mean over, those without a gradient included

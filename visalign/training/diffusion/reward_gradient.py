@@ -48,7 +48,7 @@ class AscentBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class AscentStep:
-    """One optimizer update."""
+    """Optimizer update."""
 
     sample: Tensor  # Indices among the B
     stop: int  # Denoising steps without gradient

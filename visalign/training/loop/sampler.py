@@ -20,7 +20,7 @@ from .processes import process_slice
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One process's share of an iteration: b of the P·G samples."""
+    """Share of a process in an iteration: b of the P·G samples."""
 
     prompt_index: Tensor  # [b] int64, index into the prompt set
     group_id: Tensor  # [b] int64, unique in the whole run; the samples of one group share one prompt

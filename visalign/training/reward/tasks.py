@@ -38,7 +38,7 @@ Sums = tuple[Tensor, Tensor]  # (Σ weight · loss, Σ weight): micro-batches an
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One entry of `TASKS`."""
+    """Entry of `TASKS`."""
 
     loss: Callable[[Outputs, RewardBatch, Settings, torch.Generator], Sums]
     log_prob: Callable[[Outputs, RewardBatch], tuple[Tensor, Tensor]] | None = None
