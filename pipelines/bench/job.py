@@ -12,6 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from visalign.data.sets.prompt_files import record_key
 from visalign.errors import UserError
 from visalign.evaluation.heldout.result import HeldoutResult, joined, load_heldout
@@ -78,12 +80,18 @@ def run_bench(
     return result
 
 
+def _has_failed(part: Path) -> bool:
+    return any(np.isnan(scores).any() for scores in load_heldout(part).scores.values())
+
+
 def _score(side: Side, folder: Path, size: int, rank: int, on_part: Callable[[int], object]) -> HeldoutResult | None:
     """Score this process's parts that the folder lacks; the first process waits for all and returns the result."""
     parts = [slice(start, min(start + size, len(side.rows))) for start in range(0, len(side.rows), size)]
     paths = [folder / f"{part.start:06d}.npz" for part in parts]
     mine = range(rank, len(parts), int(os.environ.get("WORLD_SIZE", "1")))
-    missing = [number for number in mine if not paths[number].is_file()]
+    # parts with failed scores are tried again, all by the first process: others may read those of another too early
+    failed = [] if rank else [n for n, path in enumerate(paths) if path.is_file() and _has_failed(path)]
+    missing = sorted({*failed, *(number for number in mine if not paths[number].is_file())})
     for number, result in zip(missing, side.score(parts[number] for number in missing), strict=True):
         result.save(paths[number])  # atomically: a part that is there is complete
         on_part(len(result))

@@ -119,7 +119,9 @@ def show_plan(console: Console, plan: Mapping[str, Any]) -> None:
         table = Table("", "", title=title, title_justify="left", show_header=False)
         for name, value in rows.items():
             in_seconds = "seconds" in name and isinstance(value, float)
-            table.add_row(Text(name.replace("_", " ")), Text(duration(value) if in_seconds else number(value)))
+            is_tiny = isinstance(value, float) and 0 < value < 0.001
+            shown = duration(value) if in_seconds else "< 0.001" if is_tiny else number(value)
+            table.add_row(Text(name.replace("_", " ")), Text(shown))
         console.print(table)
 
 

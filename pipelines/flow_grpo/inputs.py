@@ -86,8 +86,7 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
     rewards: dict[str, Any] = {
         label: judge
         for label, judge in pointwise_only(judges, needed=evaluation.rewards).items()
-        if not (judge.capabilities.needs_group or terms[label].references)
-        and (label in config.rewarded or not judge.capabilities.discriminators)
+        if not (judge.capabilities.needs_group or judge.capabilities.discriminators or terms[label].references)
     }
     if unscored := [label for label in evaluation.rewards if label not in rewards]:
         raise UserError(

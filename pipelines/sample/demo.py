@@ -15,6 +15,7 @@ from visalign.adapters.lora import ADAPTER
 from visalign.data.sets.prompt_files import record_key
 from visalign.errors import UserError
 from visalign.flow.rollout import decode_images, middle_frames, rollout
+from visalign.pipelines.shared.places import place_of, say_places
 from visalign.rewards.base.images import to_pil
 from visalign.seeds import sample_seed
 
@@ -31,6 +32,7 @@ def build_demo(settings: SampleSettings) -> Any:
         raise UserError(f"{settings.model} edits images, and the demo has prompts alone. Use visalign sample.")
     settings = settings.with_own_sampling()
     policy: Any = load_sampler(settings)
+    say_places({settings.model: place_of(policy)})
     layers = [module for module in policy.module.modules() if isinstance(module, LoraLayer)]
     scales = [layer.scaling[ADAPTER] for layer in layers]
 

@@ -141,7 +141,7 @@ class AnswerJudge(SeeingJudge):
             orders = ((0,), (1,)) if self.kind == "yes_no" else ((1, 0), (0, 1))
             queries = [query(example, *order) for order in orders for example in examples]
         rows, reasons = self.engine.encode(self.template, queries)
-        refuse(reasons, [query.prompt for query in queries])
+        refuse(reasons, [example.prompt for example in examples] * (len(queries) // len(examples)))
         if self.kind == "yes_no" or (self.kind == "pair" and heldout):
             scale = 1.0 if self.kind == "yes_no" else 0.5  # half the difference of both orders
             return pair_batch((rows, scale), examples, heldout=heldout)

@@ -98,7 +98,7 @@ def test_the_predicted_image_is_the_networks_own(kind):
 @pytest.mark.parametrize(("kind", "schedule"), [("flow", "flow"), ("ddim", "flow"), ("euler", "dance")])
 def test_the_noise_leaves_the_marginal_as_it_is_and_sets_children_apart(kind, schedule):
     """A reward that says nothing: the images are still N(0.5, 0.3²), though all stood in noise 12 times."""
-    count, after = 4096, range(2, 38, 3)
+    count, after = 2048, range(2, 38, 3)
     sampler = Sampler(kind)
     callback = SteeringCallback(sampler, blind, resample_after=after, decode=own, schedule=schedule, noise_level=0.5)
     plain, made = sampler(count, None), sampler(count, callback)

@@ -20,6 +20,7 @@ from tests.support.models.pipelines import tiny_folder
 from tests.support.models.sd3 import build_tiny_sd3
 from visalign.errors import UserError
 from visalign.evaluation.heldout.images import evaluate
+from visalign.evaluation.heldout.result import load_heldout
 from visalign.evaluation.pages.bench_page import file_tables
 from visalign.interfaces import Metadata
 from visalign.pipelines.bench import sides
@@ -81,8 +82,12 @@ def test_a_stopped_bench_draws_what_is_missing(
     (drawn / "parts" / "1" / "000002.npz").unlink()
     assert run(*models, *SUITE, "-o", drawn, "--resume").exit_code == 0
     assert numbers(drawn) == before and len(loads) == 1
+    stored = load_heldout(part := drawn / "parts" / "0" / "000000.npz")
+    replace(stored, scores={name: np.full_like(values, np.nan) for name, values in stored.scores.items()}).save(part)
+    assert run(*models, *SUITE, "-o", drawn, "--resume").exit_code == 0
+    assert numbers(drawn) == before and len(loads) == 2  # failed scores are tried again
     monkeypatch.setenv("WORLD_SIZE", "2")
-    for rank, loaded in (("1", 2), ("0", 2)):  # the second process draws the second part, the first waits for it
+    for rank, loaded in (("1", 3), ("0", 3)):  # the second process draws the second part, the first waits for it
         monkeypatch.setenv("RANK", rank)
         if rank == "1":
             (drawn / "parts" / "1" / "000002.npz").unlink()

@@ -302,7 +302,7 @@ def test_no_image_is_lost(folder, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")  # sockets and event loops that Gradio leaves open
-def test_the_slider_goes_from_the_model_to_its_lora(tmp_path):
+def test_the_slider_goes_from_the_model_to_its_lora(tmp_path, capfd):
     pytest.importorskip("gradio", reason="the extra demo is not installed")
     client: Any = pytest.importorskip("gradio_client")
     folder = build_tiny_sd3(tmp_path / "model")
@@ -313,6 +313,7 @@ def test_the_slider_goes_from_the_model_to_its_lora(tmp_path):
     policy.save(tmp_path / "lora")
     settings = SampleSettings(model=str(folder), lora=[tmp_path], steps=2, seeds=[3])
     page = build_demo(settings)
+    assert "on cpu in float32" in capfd.readouterr().err
     _, address, _ = page.launch(prevent_thread_lock=True, quiet=True, server_name="127.0.0.1")
     try:
         ask = client.Client(address, verbose=False, download_files=tmp_path)

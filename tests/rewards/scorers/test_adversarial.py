@@ -98,11 +98,16 @@ def test_options_are_refused_by_name(references, options: dict[str, Any], messag
 
 
 def test_no_held_out_image_is_scored_by_a_discriminator(references) -> None:
-    term = f"evaluation.rewards={{real: {{name: adversarial, options: {{references: {references}}}}}}}"
-    overrides = [term, "evaluation.correctness=null"]
-    config = load_config(FlowGRPOConfig, resolve_config("shapes_quickstart"), overrides)
+    term = f"{{name: adversarial, options: {{references: {references}}}}}"
+
+    def prepared(*overrides: str) -> Any:
+        return prepare(load_config(FlowGRPOConfig, resolve_config("shapes_quickstart"), overrides), 1)
+
     with pytest.raises(UserError, match=r"evaluation\.rewards names real, which needs a training's samples"):
-        prepare(config, 1)
+        prepared(f"evaluation.rewards={{real: {term}}}", "evaluation.correctness=null")
+    trained = prepared(f"rewards.terms.real={term}", "rewards.normalise=batch")
+    assert "real" in trained.reward.capabilities.discriminators and "verifier" in trained.rewards
+    assert "real" not in trained.rewards  # its head moves, so before and after do not compare
 
 
 def test_an_unreadable_reference_is_named(references, tmp_path: Path) -> None:

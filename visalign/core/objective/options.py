@@ -130,7 +130,7 @@ class Stage:
 
 def check_row(name: str, row: Any) -> None:
     """Refuse the first field of a dataclass that is outside its type or range; entries of a field are not checked."""
-    _stage_of(type(row)).check("a row of", name, vars(row))
+    _stage_of(type(row)).check("the settings of", name, vars(row))
 
 
 _stage_of = cache(Stage)

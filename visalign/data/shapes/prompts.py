@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
+from functools import cache
 from typing import Any
 
 from visalign.errors import excerpt
@@ -126,7 +127,7 @@ def all_prompts() -> list[Record]:
 
 def train_prompts() -> list[Record]:
     """List every prompt whose combination may be trained on."""
-    return [record for record in all_prompts() if not is_heldout(record)]
+    return [dict(record) for record in _divided()[0]]
 
 
 HELDOUT_PER_CATEGORY = 60  # Largest number of held-out prompts of a category; small categories have fewer
@@ -134,10 +135,19 @@ HELDOUT_PER_CATEGORY = 60  # Largest number of held-out prompts of a category; s
 
 def heldout_prompts() -> list[Record]:
     """List a fixed selection of held-out prompts: none of their combinations occurs in `train_prompts`."""
-    heldout = [record for record in all_prompts() if is_heldout(record)]
+    return [dict(record) for record in _divided()[1]]
+
+
+@cache
+def _divided() -> tuple[list[Record], list[Record]]:
+    """Divide the prompts into those of training and the selection that is held out."""
+    trained: list[Record] = []
+    heldout: list[Record] = []
+    for record in all_prompts():
+        (heldout if is_heldout(record) else trained).append(record)
     heldout.sort(key=lambda record: hashlib.sha256(record["prompt"].encode()).digest())
     groups = ([record for record in heldout if record["tag"] == category] for category in CATEGORIES)
-    return [record for group in groups for record in group[:HELDOUT_PER_CATEGORY]]
+    return trained, [record for group in groups for record in group[:HELDOUT_PER_CATEGORY]]
 
 
 _COLOR, _PLURALS = "|".join(COLORS), "|".join(map(_plural, SHAPES))
