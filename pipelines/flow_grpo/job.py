@@ -11,6 +11,7 @@ from typing import Any
 
 from visalign.adapters.catalogue import OwnSampling, family_of
 from visalign.adapters.model_folder import pipeline_index
+from visalign.adapters.pipeline.families import Family
 from visalign.data.assets import PACKAGED, resolve_model
 from visalign.data.sets.prompt_files import record_key
 from visalign.evaluation import HeldoutResult
@@ -164,7 +165,7 @@ def sampling_options(model: ModelConfig) -> dict[str, Any]:
 
 
 def load_code(config: FlowGRPOConfig, output: Path) -> str:
-    """Write Python that loads the result into diffusers, for the job's working directory."""
+    """Write Python that loads the result into diffusers, for the job's working directory, and `settings` of a call."""
     from visalign.adapters.pipeline.lora import loading_code
     from visalign.adapters.sd3.policy import T5_PARTS
     from visalign.adapters.single_file import holds_pipeline
@@ -203,4 +204,24 @@ def load_code(config: FlowGRPOConfig, output: Path) -> str:
             arguments.append(f"{network}=network")
     elif config.model.lora is not None and config.model.variant is not None:
         arguments.append(f"variant={json.dumps(config.model.variant)}")
-    return "\n".join(imports) + f"\n\npipe = {kind}.{load}({', '.join(arguments)}){parts}{code}"
+    settings = "" if family.modular else f"\n\nsettings = {json.dumps(_call_settings(config, family))}"
+    return "\n".join(imports) + f"\n\npipe = {kind}.{load}({', '.join(arguments)}){parts}{code}{settings}"
+
+
+def _call_settings(config: FlowGRPOConfig, family: Family) -> dict[str, Any]:
+    """Return the arguments of a pipeline's call that draw as the run's evaluation.
+
+    Captions leave guidance its meaning, so a model trained on them keeps that of its pipeline.
+    """
+    model, usual = config.model, family.off if family.usual is None else family.usual
+    settings: dict[str, Any] = {"num_inference_steps": evaluation_drawing(config)["steps"]}
+    is_guided = bool(config.data.images) and family.has_halves and Path(model.path).name not in PACKAGED
+    if family.scale != "-" and not is_guided:
+        settings[family.scale] = usual if model.guidance is None else model.guidance
+    if (size := model.image_size) is not None:
+        settings |= zip(("height", "width"), [size, size] if isinstance(size, int) else size, strict=True)
+    if family.frames is not None:
+        settings["num_frames"] = model.options.get("num_frames", family.frames)
+    if (negative := model.options.get("negative_prompt")) is not None:
+        settings["negative_prompt"] = negative
+    return settings

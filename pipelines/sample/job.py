@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -15,10 +17,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from visalign.adapters.pipeline.lora_files import parse_lora
 from visalign.atomic import write_atomic
+from visalign.config import read_config
+from visalign.data.assets import PACKAGED
 from visalign.data.sets.prompt_files import listed_sources, record_key
 from visalign.dotted_path import check_options
-from visalign.errors import UserError, suggestion
+from visalign.errors import ConfigError, UserError, suggestion
 from visalign.evaluation.pages.base import PIXELATED_SIDE
 from visalign.evaluation.pages.sample_page import sample_page
 from visalign.flow.rollout import decode_images, encoder_inputs, middle_frames, rollout
@@ -26,6 +31,7 @@ from visalign.flow.search import PathSearch, ZeroOrderSearch
 from visalign.flow.steering import steered_rollout
 from visalign.flow.transitions import Solver
 from visalign.interfaces import Condition, DiffusionPolicy, PointwiseReward, Scores, score_named, with_capabilities
+from visalign.pipelines.shared.model_card import CONFIG
 from visalign.pipelines.shared.parts import check_texts, no_loading_bars
 from visalign.pipelines.shared.places import place_of, say_places
 from visalign.pipelines.shared.run_folder import check_place
@@ -39,6 +45,7 @@ from visalign.settings import Count, Positive, Steps, refuse, settings
 TABLE, COST = "images.jsonl", "forward_equivalents"
 GRID, PAGE = "grid.png", "index.html"
 CLIP = "clip"  # The column of a whole video; its image is the middle frame
+IMAGE_PIPELINES = ("flow_grpo", "pref_grpo", "sft_images")
 LARGEST_GRID = 64  # Prompts shown in the grid
 SEARCHES: dict[str, type[ZeroOrderSearch | PathSearch]] = {"zero_order": ZeroOrderSearch, "paths": PathSearch}
 
@@ -75,13 +82,36 @@ class SampleSettings:
     default of the pipeline's call, none of packaged models; None: as `model.guidance` null in training)."""
 
     def with_own_sampling(self) -> SampleSettings:
-        """Fill in steps, guidance and dtype as the model has them."""
+        """Fill in steps and guidance of the evaluation of the weights' own run, else of the model; its dtype."""
         from visalign.adapters.catalogue import own_sampling
 
         files = {name: self.options[name] for name in ("variant", "config") if name in self.options}
         own = own_sampling(self.model, self.adapter, self.device, **files)
-        options = {**({} if own.guidance is None else {"guidance": own.guidance}), **self.options}
-        return replace(self, steps=self.steps or own.steps, dtype=self.dtype or own.dtype, options=options)
+        steps, trained = self._as_evaluated()
+        if steps is not None and self.steps is None:
+            words = [f"{steps} steps", *(f"{name}={json.dumps(value)}" for name, value in trained.items())]
+            print(f"Sampling as the training evaluated: {', '.join(words)}, unless given.", file=sys.stderr)
+        guidance = {} if own.guidance is None else {"guidance": own.guidance}
+        options = {**guidance, **trained, **self.options}
+        return replace(self, steps=self.steps or steps or own.steps, dtype=self.dtype or own.dtype, options=options)
+
+    def _as_evaluated(self) -> tuple[int | None, dict[str, Any]]:
+        """Read (steps, options) of the evaluation of the last LoRA's run, or the model's; None and {} without."""
+        content: Mapping[str, Any] = {}
+        for path in [*(parse_lora(name)[0] for name in reversed(self.lora)), Path(self.model)]:
+            file = (path if path.is_dir() else path.parent) / CONFIG
+            with suppress(ConfigError):  # other tools have a config.yaml, too
+                content = read_config(file) if file.is_file() else {}
+            if content.get("pipeline") in IMAGE_PIPELINES:
+                break
+        else:
+            return None, {}
+        model, rollout, evaluation = (content.get(section) or {} for section in ("model", "rollout", "evaluation"))
+        # captions leave guidance its meaning, so the pipeline's own is on
+        is_guided = content["pipeline"] == "sft_images" and Path(str(model.get("path"))).name not in PACKAGED
+        options = {} if is_guided else {"guidance": model.get("guidance")}
+        size = {} if model.get("image_size") is None else {"image_size": model["image_size"]}
+        return evaluation.get("steps") or rollout.get("steps"), {**options, **size}
 
     def __post_init__(self) -> None:
         refuse(self._broken_rules())

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -146,9 +147,16 @@ def test_the_code_that_loads_the_result_has_its_path() -> None:
     adapters = load_code(config("model.path=shapes-sd3"), Path("runs/first"))
     assert 'resolve_model("shapes-sd3")' in adapters and 'load_lora_weights("runs/first/lora")' in adapters
     whole = load_code(config("model.lora=null"), Path("runs/first"))
+    large = load_code(config("model={lora: null, image_size: [64, 96]}"), Path("runs/first"))
     assert 'from_pretrained("runs/first/model")' in whole and "lora" not in whole
-    for code in (adapters, whole):
+    steps = {"num_inference_steps": 3}
+    for code, given in ((adapters, {}), (whole, {}), (large, {"height": 64, "width": 96})):
+        assert code.endswith(f"settings = {json.dumps({**steps, 'guidance_scale': 1.0, **given})}")  # off, as trained
         compile(code, "report", "exec")
+    guided = load_code(
+        config("model.path=shapes-sd3", "model.guidance=3.5", "evaluation.steps=28"), Path("runs/first")
+    )
+    assert guided.endswith('settings = {"num_inference_steps": 28, "guidance_scale": 3.5}')
 
 
 @pytest.mark.parametrize("alone", [False, True])
@@ -181,6 +189,8 @@ def test_the_code_that_loads_the_result_loads_what_was_trained(name: str, lora: 
     policy.save(result_folder(given, tmp_path))
     found: dict[str, Any] = {}
     exec(load_code(given, tmp_path), found)
+    settings, call = found["settings"], inspect.signature(type(found["pipe"]).__call__).parameters
+    assert settings.keys() <= call.keys() and ("num_frames" in settings) == (name == "wan")
     for part in ("transformer", "transformer_2") if name == "wan" else ("transformer",):
         expected = trained_weights(getattr(policy.pipe, part))
         loaded = trained_weights(getattr(found["pipe"], part))

@@ -4,6 +4,7 @@
 import gc
 import json
 import re
+import shutil
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from PIL import Image, ImageSequence
 from typer.testing import CliRunner
 
@@ -90,6 +92,34 @@ def test_what_is_left_out_is_the_pipelines_own(folder, tmp_path, monkeypatch, na
     path = {"shapes-sd3": name, "tiny": str(folder), "half": str(tmp_path / "half")}[name]
     own = job.SampleSettings(model=path, **more).with_own_sampling()
     assert (own.steps, own.options.get("guidance"), own.dtype) == sampling
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "model", "sampling"),
+    [
+        ("flow_grpo", {"guidance": None, "image_size": [16, 32]}, (5, None, [16, 32])),
+        ("pref_grpo", {"guidance": 4.5}, (5, 4.5, None)),
+        ("sft_images", {"path": "another", "guidance": None}, (5, 7.0, None)),  # captions leave guidance its meaning
+        ("sft_images", {"path": "shapes-sd3", "guidance": None}, (5, None, None)),
+        ("text_grpo", {"guidance": 3.0}, (28, 7.0, None)),
+        (None, {"guidance": 3.0}, (28, 7.0, None)),  # of another tool
+    ],
+)
+def test_a_result_is_sampled_as_its_run_evaluated(folder, tmp_path, capsys, pipeline, model, sampling):
+    content = {"pipeline": pipeline, "model": model, "rollout": {"steps": 3}, "evaluation": {"steps": 5}}
+    (lora := tmp_path / "run" / "lora").mkdir(parents=True)
+    (lora / "config.yaml").write_text(yaml.safe_dump(content))
+    (tmp_path / "config.yaml").write_text("[")  # beside another LoRA's file; nothing that can be read
+    copy = shutil.copytree(folder, tmp_path / "model")
+    shutil.copy(lora / "config.yaml", copy)
+    weights = [{"lora": [f"{lora}:0.5", tmp_path / "other.safetensors"], "model": str(folder)}, {"model": str(copy)}]
+    for settings in weights:
+        own = job.SampleSettings(**settings).with_own_sampling()
+        assert (own.steps, own.options.get("guidance"), own.options.get("image_size")) == sampling
+        assert own.with_own_sampling() == own
+    assert ("as the training evaluated: 5 steps" in capsys.readouterr().err) == (sampling[0] == 5)
+    given = job.SampleSettings(**settings, steps=2, options={"guidance": 2.0}).with_own_sampling()
+    assert (given.steps, given.options["guidance"]) == (2, 2.0)
 
 
 def test_several_files_and_prompts_are_read_together(folder, tmp_path):
