@@ -126,7 +126,8 @@ def _look_at_pipeline(model: str, images: str | None, prompts: str | None) -> tu
         settings["rollout"] = {"prompts_per_iteration": 16, "group_size": 8, "steps": min(sampling.steps, 10)}
     size = {"image_size": EDITED} if family.source == "needed" else {}  # a batch of edits has one
     settings["model"] |= size
-    settings["evaluation"] = {"correctness": None, "rewards": {"clip_score": {}}}
+    scale = {} if images is None or sampling.guidance is None else {"guidance": sampling.guidance}
+    settings["evaluation"] = {"correctness": None, "rewards": {"clip_score": {}}, **scale}
     hint = "" if images or prompts else ", and your prompts as data.train"
     takes_few = is_distilled(model, index_source(model), None)
     steps = ". It is distilled: set rollout.steps to those of its card" * takes_few

@@ -135,7 +135,7 @@ def _trained_by(folder: Path) -> tuple[str, list[str], dict[str, Any], dict[str,
     A student of four steps is drawn in four, a model without guidance without.
     """
     config = load_job(str(folder / "config.yaml"), pipelines=("flow_grpo", "pref_grpo", "sft_images")).config
-    drawing, options = evaluation_drawing(config), {"guidance": None, **sampling_options(config.model)}
+    drawing, options = evaluation_drawing(config), {"guidance": None, **sampling_options(config)}
     drawing |= {name: options.pop(name) for name in ("adapter",) if name in options}
     if (folder / "lora").is_dir():
         return config.model.path, [str(folder)], drawing, options

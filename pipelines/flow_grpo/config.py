@@ -159,6 +159,9 @@ class EvaluationConfig(HeldoutConfig):
     solver: Solver = "euler"
     """Solver of those steps: "euler" or "dpmpp_2m", DPM-Solver++(2M), of second order: nearer the ODE from
     some 10 steps on, worse with few."""
+    guidance: NonNegative | None = None
+    """Guidance scale of held-out images; null: model.guidance. A model that learns from captions or stored pairs
+    without guidance is often used with it."""
     batch_size: Count = 128
     """Samples at once; memory only."""
     grid: Natural = 8

@@ -17,6 +17,7 @@ from visalign.data.sets.trained_images import image_print
 from visalign.hub import hub_file
 from visalign.pipelines.shared.parts import Records
 from visalign.rewards.base.identity import fingerprint
+from visalign.training.diffusion.merging import guidance_scale
 from visalign.training.diffusion.samples import Stored
 
 from .config import FlowGRPOConfig, ModelConfig
@@ -42,12 +43,20 @@ def open_prompts(config: FlowGRPOConfig, records: Records, device: str) -> Promp
     if (folder := config.data.cache) is None:
         return None
     context = _context(config.model, ("text_encoder", "tokenizer"), device)
+    context |= {} if config.evaluation.guidance is None else {"evaluation.guidance": str(config.evaluation.guidance)}
     prompts = [str(record["prompt"]) for record in records]
     return PromptCache(Path(folder) / "prompts", context, prompts, frees=config.model.lora is not None)
 
 
-def fill_prompts(policy: Any, cache: PromptCache, accelerator: Any) -> str:
-    """Encode the prompts that the cache lacks, each process its share, and free the encoders; return a note."""
+def fill_prompts(policy: Any, cache: PromptCache, accelerator: Any, guidance: float | None = None) -> str:
+    """Encode the prompts that the cache lacks, each process its share, and free the encoders; return a note.
+
+    Under the `guidance` of evaluations the policy keeps the negative prompt, which its first velocity encodes.
+    """
+    if guidance is not None:
+        with guidance_scale(policy, guidance), torch.no_grad():
+            latents = torch.zeros(1, *policy.latent_shape, device=policy.device)
+            policy.velocity(latents, torch.full((1,), 0.5, device=policy.device), policy.encode([""]))
     was_whole = cache.is_whole
     start, step = accelerator.process_index * CHUNK, accelerator.num_processes * CHUNK
     for first in () if was_whole else range(start, len(cache.prompts), step):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from visalign.adapters.catalogue import edits_of, family_of, has_two_halves, is_distilled, joins_sources
 from visalign.adapters.model_folder import pipeline_index
-from visalign.data.assets import resolve_model
+from visalign.data.assets import PACKAGED, resolve_model
 from visalign.data.sets.prompt_files import Edits, listed_sources, record_key
 from visalign.errors import UserError, suggestion
 from visalign.evaluation.heldout.correctness import check_judge
@@ -81,6 +81,7 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
         notes = (*notes, *_distilled_notes(config))
     if data.is_stored and (config.rollout.guidance is not None or config.rollout.merge_adapters):
         notes = (*notes, "rollout.guidance and rollout.merge_adapters are unused: stored images replace samples.")
+    notes = (*notes, *_guidance_notes(config))
     check_routes(config.rewarded, records)
     judges = load_terms(terms, load_judge, device)
     rewards: dict[str, Any] = {
@@ -133,6 +134,15 @@ def _training_records(
         sizes = config.rollout.image_sizes
         return "data.images", *read_captioned(data.images, edits, data.images_size, sizes, data.map)
     return "data.train", build_records(data.train, "data.train", edits=edits, **reading), ()
+
+
+def _guidance_notes(config: FlowGRPOConfig) -> Iterator[str]:
+    """Say so where a model that is used with guidance learns from stored images, and is evaluated, without."""
+    model, scale = config.model, config.evaluation.guidance
+    family = family_of(model.described_by, model.adapter)
+    is_usual = config.data.is_stored and family is not None and family.has_halves
+    if is_usual and (model.guidance, scale) == (None, None) and Path(model.path).name not in PACKAGED:
+        yield "Held-out images are drawn without guidance. Set evaluation.guidance to the scale that you use."
 
 
 def _distilled_notes(config: FlowGRPOConfig) -> Iterator[str]:

@@ -24,7 +24,7 @@ from visalign.training.diffusion.samples import Stored
 from visalign.training.loop.progress import POLICY_COLUMNS, SUPERVISED_COLUMNS
 
 from .batches import find_batches, note_batches
-from .config import FlowGRPOConfig, ModelConfig, PrefGRPOConfig, SFTImagesConfig
+from .config import FlowGRPOConfig, PrefGRPOConfig, SFTImagesConfig
 from .encoded_cache import cached_latents, fill_prompts, open_prompts
 from .inputs import Inputs, prepare
 from .parts import build_drift, build_evaluator, build_policy, load_teacher, write_images
@@ -39,7 +39,9 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
     inputs = prepare(config, accelerator.num_processes, str(accelerator.device))
     prompt_cache = open_prompts(config, [*inputs.records, *inputs.heldout], accelerator.device.type)
     policy = build_policy(config.with_batches().model, accelerator.device, config.seed, prompt_cache)
-    notes = inputs.notes if prompt_cache is None else (*inputs.notes, fill_prompts(policy, prompt_cache, accelerator))
+    notes = inputs.notes
+    if prompt_cache is not None:
+        notes = (*notes, fill_prompts(policy, prompt_cache, accelerator, config.evaluation.guidance))
     stored = read_object(output / BATCHES) if (output / BATCHES).is_file() else {}
     batches = find_batches(config, policy, inputs, accelerator, stored)
     measured = bool(stored) or accelerator.device.type == "cuda"
@@ -135,7 +137,7 @@ def sample_command(config: FlowGRPOConfig, output: Path, *, edits: bool = False)
     source = config.data.heldout or config.data.train
     has_sources = edits and Path(source).suffix not in (".txt", "")  # without them nothing can be edited
     prompts = [source, "--seeds", "0"] if has_sources else ["a red circle"]
-    options, sampling, drawing = sampling_options(model), [], evaluation_drawing(config)
+    options, sampling, drawing = sampling_options(config), [], evaluation_drawing(config)
     files = {f"--{name}": options.pop(name) for name in ("config", "variant") if name in options}
     trained = [model.path, *chain(*files.items()), "--lora", result]
     weights = ["--model", *([result] if model.lora is None else trained)]
@@ -157,10 +159,12 @@ def evaluation_drawing(config: FlowGRPOConfig) -> dict[str, Any]:
     return drawing if config.evaluation.steps is None else drawing | {"steps": config.evaluation.steps}
 
 
-def sampling_options(model: ModelConfig) -> dict[str, Any]:
-    """Return the options by which a model samples outside of a run as in it, without those that are null."""
+def sampling_options(config: FlowGRPOConfig) -> dict[str, Any]:
+    """Return the options by which a model samples as in a run's evaluation, without those that are null."""
+    model = config.model
     options = {name: getattr(model, name) for name in ("config", "variant", "adapter", "guidance", "image_size")}
     options |= {name: model.options.get(name) for name in ("negative_prompt", "num_frames", "call")}
+    options |= {} if config.evaluation.guidance is None else {"guidance": config.evaluation.guidance}
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -209,15 +213,11 @@ def load_code(config: FlowGRPOConfig, output: Path) -> str:
 
 
 def _call_settings(config: FlowGRPOConfig, family: Family) -> dict[str, Any]:
-    """Return the arguments of a pipeline's call that draw as the run's evaluation.
-
-    Captions leave guidance its meaning, so a model trained on them keeps that of its pipeline.
-    """
+    """Return the arguments of a pipeline's call that draw as the run's evaluation."""
     model, usual = config.model, family.off if family.usual is None else family.usual
     settings: dict[str, Any] = {"num_inference_steps": evaluation_drawing(config)["steps"]}
-    is_guided = bool(config.data.images) and family.has_halves and Path(model.path).name not in PACKAGED
-    if family.scale != "-" and not is_guided:
-        settings[family.scale] = usual if model.guidance is None else model.guidance
+    if family.scale != "-":
+        settings[family.scale] = sampling_options(config).get("guidance", usual)
     if (size := model.image_size) is not None:
         settings |= zip(("height", "width"), [size, size] if isinstance(size, int) else size, strict=True)
     if family.frames is not None:

@@ -23,6 +23,7 @@ from visalign.pipelines.shared.parts import Records, no_loading_bars, spread
 from visalign.precision import autocast_dtype, check_dtype
 from visalign.rewards.base.images import to_pil
 from visalign.training.diffusion.image_statistics import feature_drift
+from visalign.training.diffusion.merging import guidance_scale
 from visalign.training.diffusion.samples import Features
 
 from .config import EvaluationConfig, ModelConfig
@@ -105,6 +106,10 @@ def build_evaluator(
     """Return a function of (records, seeds) that evaluates the policy; all processes call it and share the images."""
 
     def measure(records: Records, seeds: Sequence[int]) -> HeldoutResult:
+        with guidance_scale(policy, config.guidance):
+            return drawn(records, seeds)
+
+    def drawn(records: Records, seeds: Sequence[int]) -> HeldoutResult:
         share_of = partial(
             evaluate,
             policy,

@@ -208,7 +208,10 @@ def _timed_run(
     probe = records[:PROBE]
     by_size = [_seconds_per_sample(policy, probe)]
     sample, _, decode = by_size[0]
-    evaluation = evaluated * ((config.evaluation.steps or config.rollout.steps) * sample + decode)
+    halves = _halves(config.model, config.evaluation.guidance) / _halves(
+        config.model, None
+    )  # `sample` has the model's
+    evaluation = evaluated * ((config.evaluation.steps or config.rollout.steps) * halves * sample + decode)
     if config.rollout.image_sizes:
         by_size = [_seconds_per_sample(policy, probe, size) for size in config.rollout.image_sizes]
     sample, train, decode = (sum(seconds) / len(by_size) for seconds in zip(*by_size, strict=True))

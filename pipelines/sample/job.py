@@ -20,7 +20,6 @@ from torch import Tensor
 from visalign.adapters.pipeline.lora_files import parse_lora
 from visalign.atomic import write_atomic
 from visalign.config import read_config
-from visalign.data.assets import PACKAGED
 from visalign.data.sets.prompt_files import listed_sources, record_key
 from visalign.dotted_path import check_options
 from visalign.errors import ConfigError, UserError, suggestion
@@ -107,11 +106,10 @@ class SampleSettings:
         else:
             return None, {}
         model, rollout, evaluation = (content.get(section) or {} for section in ("model", "rollout", "evaluation"))
-        # captions leave guidance its meaning, so the pipeline's own is on
-        is_guided = content["pipeline"] == "sft_images" and Path(str(model.get("path"))).name not in PACKAGED
-        options = {} if is_guided else {"guidance": model.get("guidance")}
-        size = {} if model.get("image_size") is None else {"image_size": model["image_size"]}
-        return evaluation.get("steps") or rollout.get("steps"), {**options, **size}
+        scale = evaluation.get("guidance")
+        options = {"guidance": model.get("guidance") if scale is None else scale}
+        options |= {} if model.get("image_size") is None else {"image_size": model["image_size"]}
+        return evaluation.get("steps") or rollout.get("steps"), options
 
     def __post_init__(self) -> None:
         refuse(self._broken_rules())

@@ -252,7 +252,7 @@ class Round:
 def sample_settings(config: UGDAConfig, lora: Path | None) -> SampleSettings:
     """Return the sampling of the policy with these adapters, as its training samples."""
     policy = _policy_job(config, []).config
-    options = {"guidance": None, **sampling_options(policy.model)}
+    options = {**sampling_options(policy), "guidance": policy.model.guidance}
     return SampleSettings(
         model=policy.model.path,
         adapter=options.pop("adapter", None),

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -17,8 +18,10 @@ from visalign.adapters import load_policy
 from visalign.adapters.prompt_cache import PromptCache
 from visalign.config import load_config
 from visalign.errors import ConfigError
+from visalign.evaluation import evaluate, load_heldout
 from visalign.pipelines.flow_grpo.config import FlowGRPOConfig
 from visalign.pipelines.flow_grpo.encoded_cache import cached_latents
+from visalign.pipelines.flow_grpo.inputs import prepare
 from visalign.pipelines.flow_grpo.job import SFTImagesConfig, run
 from visalign.pipelines.flow_grpo.parts import build_policy
 from visalign.pipelines.flow_grpo.stored_pairs import stored_latents
@@ -62,9 +65,10 @@ def _losses(output: Path) -> list[float]:
 
 def test_a_run_from_the_cache_equals_one_without(tmp_path, capsys, monkeypatch):
     model, images = _model("sd3", tmp_path / "model"), _images(tmp_path / "set")
-    sizes = "rollout.image_sizes=[32, [48, 32]]"
-    run(_config(model, images, sizes), tmp_path / "plain")
-    cached = _config(model, images, sizes, f"data.cache={tmp_path}/cache")
+    sizes = "rollout.image_sizes=[32, [48, 32]]", "evaluation.guidance=3"
+    plain = _config(model, images, *sizes)
+    run(plain, tmp_path / "plain")
+    cached = _config(model, images, *sizes, f"data.cache={tmp_path}/cache")
     run(cached, tmp_path / "filling")
     assert "the text encoders are freed: " in "".join(capsys.readouterr())
     files = sorted((tmp_path / "cache").rglob("*.pt"))
@@ -77,6 +81,13 @@ def test_a_run_from_the_cache_equals_one_without(tmp_path, capsys, monkeypatch):
     assert _losses(tmp_path / "plain") == _losses(tmp_path / "filling") == _losses(tmp_path / "read")
     weights = [load_file(tmp_path / name / "lora/pytorch_lora_weights.safetensors") for name in ("plain", "read")]
     assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
+    guided: Any = load_policy(model, guidance=3.0)
+    inputs = prepare(plain, 1)
+    drawing: Any = {"records": inputs.heldout, "seeds": [0], "batch_size": 128, "correctness": None}
+    images_of_it = evaluate(guided, inputs.rewards, sigmas=guided.sigmas(2), **drawing).images
+    assert all(
+        np.array_equal(load_heldout(tmp_path / name / "before.npz").images, images_of_it) for name in ("plain", "read")
+    )
     assert files == sorted((tmp_path / "cache").rglob("*.pt"))
     assert stamps == [file.stat().st_mtime_ns for file in files]
 

@@ -153,9 +153,8 @@ def test_the_code_that_loads_the_result_has_its_path() -> None:
     for code, given in ((adapters, {}), (whole, {}), (large, {"height": 64, "width": 96})):
         assert code.endswith(f"settings = {json.dumps({**steps, 'guidance_scale': 1.0, **given})}")  # off, as trained
         compile(code, "report", "exec")
-    guided = load_code(
-        config("model.path=shapes-sd3", "model.guidance=3.5", "evaluation.steps=28"), Path("runs/first")
-    )
+    given = config("model.path=shapes-sd3", "evaluation={guidance: 3.5, steps: 28}")
+    guided = load_code(given, Path("runs/first"))
     assert guided.endswith('settings = {"num_inference_steps": 28, "guidance_scale": 3.5}')
 
 

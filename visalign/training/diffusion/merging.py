@@ -70,8 +70,8 @@ def guidance_scale(policy: DiffusionPolicy, scale: float | None) -> Iterator[Non
     before = getattr(policy, "guidance", None)
     if not isinstance(before, int | float):
         raise UserError(
-            f"{type(policy).__name__} has no attribute guidance that can be set, so rollout.guidance and "
-            "reference_guidance must be null."
+            f"{type(policy).__name__} has no attribute guidance that can be set, so rollout.guidance, "
+            "evaluation.guidance and reference_guidance must be null."
         )
     try:
         changed.guidance = float(scale)
