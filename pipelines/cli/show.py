@@ -120,8 +120,8 @@ def show_plan(console: Console, plan: Mapping[str, Any]) -> None:
         for name, value in rows.items():
             in_seconds = "seconds" in name and isinstance(value, float)
             is_tiny = isinstance(value, float) and 0 < value < 0.001
-            shown = duration(value) if in_seconds else "< 0.001" if is_tiny else number(value)
-            table.add_row(Text(name.replace("_", " ")), Text(shown))
+            text = duration(value) if in_seconds else "< 0.001" if is_tiny else number(value)
+            table.add_row(Text(name.replace("_", " ")), Text(text))
         console.print(table)
 
 

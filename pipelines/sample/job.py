@@ -87,9 +87,10 @@ class SampleSettings:
         files = {name: self.options[name] for name in ("variant", "config") if name in self.options}
         own = own_sampling(self.model, self.adapter, self.device, **files)
         steps, trained = self._as_evaluated()
-        if steps is not None and self.steps is None:
-            words = [f"{steps} steps", *(f"{name}={json.dumps(value)}" for name, value in trained.items())]
-            print(f"Sampling as the training evaluated: {', '.join(words)}, unless given.", file=sys.stderr)
+        taken = [] if steps is None or self.steps else [f"{steps} steps"]
+        taken += [f"{name}={json.dumps(value)}" for name, value in trained.items() if name not in self.options]
+        if taken:
+            print(f"Sampling as the weights' run evaluated: {', '.join(taken)}. Options change it.", file=sys.stderr)
         guidance = {} if own.guidance is None else {"guidance": own.guidance}
         options = {**guidance, **trained, **self.options}
         return replace(self, steps=self.steps or steps or own.steps, dtype=self.dtype or own.dtype, options=options)

@@ -117,7 +117,7 @@ def test_a_result_is_sampled_as_its_run_evaluated(folder, tmp_path, capsys, pipe
         own = job.SampleSettings(**settings).with_own_sampling()
         assert (own.steps, own.options.get("guidance"), own.options.get("image_size")) == sampling
         assert own.with_own_sampling() == own
-    assert ("as the training evaluated: 5 steps" in capsys.readouterr().err) == (sampling[0] == 5)
+    assert ("as the weights' run evaluated: 5 steps" in capsys.readouterr().err) == (sampling[0] == 5)
     given = job.SampleSettings(**settings, steps=2, options={"guidance": 2.0}).with_own_sampling()
     assert (given.steps, given.options["guidance"]) == (2, 2.0)
 
