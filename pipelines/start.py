@@ -129,11 +129,12 @@ def _look_at_pipeline(model: str, images: str | None, prompts: str | None) -> tu
     scale = {} if images is None or sampling.guidance is None else {"guidance": sampling.guidance}
     settings["evaluation"] = {"correctness": None, "rewards": {"clip_score": {}}, **scale}
     hint = "" if images or prompts else ", and your prompts as data.train"
+    usual = sampling.guidance or family.usual
     takes_few = is_distilled(model, index_source(model), None)
     steps = ". It is distilled: set rollout.steps to those of its card" * takes_few
     return settings, [
         f"model: its index names a {index['_class_name']}: {settings['pipeline']}",
         f"dtype: {sampling.dtype}, as the weights are stored; adapters are float32",
-        f"call: the pipeline's own {sampling.steps} steps and guidance {sampling.guidance or 'none'}{steps}",
+        f"call: the pipeline's own {sampling.steps} steps and guidance {usual or 'none'}{steps}",
         f"clip_score: the packaged CLIP knows rendered shapes alone. Name your reward{hint}",
     ]

@@ -208,7 +208,10 @@ def load_code(config: FlowGRPOConfig, output: Path) -> str:
             arguments.append(f"{network}=network")
     elif config.model.lora is not None and config.model.variant is not None:
         arguments.append(f"variant={json.dumps(config.model.variant)}")
-    settings = "" if family.modular else f"\n\nsettings = {json.dumps(_call_settings(config, family))}"
+    settings = json.dumps(_call_settings(config, family))
+    settings = (
+        "" if family.modular else f"\n\n# pipe(prompt, **settings) draws as the run evaluated\nsettings = {settings}"
+    )
     return "\n".join(imports) + f"\n\npipe = {kind}.{load}({', '.join(arguments)}){parts}{code}{settings}"
 
 
