@@ -126,11 +126,12 @@ def _look_at_pipeline(model: str, images: str | None, prompts: str | None) -> tu
         settings["rollout"] = {"prompts_per_iteration": 16, "group_size": 8, "steps": min(sampling.steps, 10)}
     size = {"image_size": EDITED} if family.source == "needed" else {}  # a batch of edits has one
     settings["model"] |= size
-    scale = {} if images is None or sampling.guidance is None else {"guidance": sampling.guidance}
+    takes_few = is_distilled(model, index_source(model), None)
+    is_guided = images is not None and sampling.guidance is not None and not takes_few
+    scale = {"guidance": sampling.guidance} if is_guided else {}
     settings["evaluation"] = {"correctness": None, "rewards": {"clip_score": {}}, **scale}
     hint = "" if images or prompts else ", and your prompts as data.train"
     usual = sampling.guidance or family.usual
-    takes_few = is_distilled(model, index_source(model), None)
     steps = ". It is distilled: set rollout.steps to those of its card" * takes_few
     return settings, [
         f"model: its index names a {index['_class_name']}: {settings['pipeline']}",

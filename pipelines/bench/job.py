@@ -64,8 +64,12 @@ def run_bench(
             check_same_config(read_object(path), facts, where=f"The bench in '{output}'", remedy=remedy)
         elif set(os.listdir(output)) - {LOCK}:
             raise UserError(f"There is no bench in '{output}' to resume: it has no {SETTINGS}. Give another --output.")
+        # by the first process alone, which joins the parts: it would not wait for one that is there
+        again = [] if rank else [part for part in (output / PARTS).glob("*/*.npz") if _has_failed(part)]
         write_once(path, pretty(facts))
-        parts = [_score(side, output / PARTS / str(k), part_size, rank, on_part) for k, side in enumerate(sides)]
+        parts = [
+            _score(side, output / PARTS / str(k), part_size, rank, on_part, again) for k, side in enumerate(sides)
+        ]
         results = {side.label: result for side, result in zip(sides, parts, strict=True) if result is not None}
         if not results:
             return None
@@ -84,14 +88,17 @@ def _has_failed(part: Path) -> bool:
     return any(np.isnan(scores).any() for scores in load_heldout(part).scores.values())
 
 
-def _score(side: Side, folder: Path, size: int, rank: int, on_part: Callable[[int], object]) -> HeldoutResult | None:
-    """Score this process's parts that the folder lacks; the first process waits for all and returns the result."""
+def _score(
+    side: Side, folder: Path, size: int, rank: int, on_part: Callable[[int], object], again: Sequence[Path]
+) -> HeldoutResult | None:
+    """Score this process's parts that the folder lacks, and those `again` that are there with failed scores.
+
+    The first process waits for all and returns the result.
+    """
     parts = [slice(start, min(start + size, len(side.rows))) for start in range(0, len(side.rows), size)]
     paths = [folder / f"{part.start:06d}.npz" for part in parts]
     mine = range(rank, len(parts), int(os.environ.get("WORLD_SIZE", "1")))
-    # parts with failed scores are tried again, all by the first process: others may read those of another too early
-    failed = [] if rank else [n for n, path in enumerate(paths) if path.is_file() and _has_failed(path)]
-    missing = sorted({*failed, *(number for number in mine if not paths[number].is_file())})
+    missing = [n for n, path in enumerate(paths) if (n in mine and not path.is_file()) or path in again]
     for number, result in zip(missing, side.score(parts[number] for number in missing), strict=True):
         result.save(paths[number])  # atomically: a part that is there is complete
         on_part(len(result))

@@ -42,7 +42,9 @@ def bench(
     lora: Annotated[opt.Repeated, Option(help="Also compare the one MODEL with this LoRA; repeat.")] = None,
     images: Annotated[bool, Option("--images", help="Compare folders of images instead of models.")] = False,
     seeds: Annotated[str | None, Option(help="Seeds such as 0-3, an image each. Default: the suite's.")] = None,
-    steps: Annotated[int | None, Option(help="Denoising steps. Default: each pipeline's.", min=1, max=10_000)] = None,
+    steps: Annotated[
+        int | None, Option(help="Denoising steps. Default: each run's or pipeline's.", min=1, max=10_000)
+    ] = None,
     limit: Annotated[
         int | None, Option(help="Number of prompts, evenly over the suite.", min=1, max=2**32 - 1)
     ] = None,

@@ -30,7 +30,7 @@ def sample(
     columns: MapColumns = None,
     seeds: Annotated[str, Option(help="Seeds such as 0,1,2 or 0-7; one image per prompt and seed.")] = "0-3",
     steps: Annotated[
-        int | None, Option(help="Denoising steps. Default: the pipeline's (packaged models: 10).", min=1, max=10_000)
+        int | None, Option(help="Denoising steps. Default: a run's own, else the pipeline's.", min=1, max=10_000)
     ] = None,
     solver: Annotated[str, Option(help="Solver: euler, or the second-order dpmpp_2m for 10 steps or more.")] = "euler",
     timestep_schedule: Annotated[
@@ -63,7 +63,7 @@ def sample(
     batch_size: Annotated[int, Option(help="Images per batch.", min=1, max=MOST_COUNTED)] = 16,
     options: Annotated[
         Repeated,
-        Option("--option", help="NAME=VALUE for the model: image_size=512, guidance=4.5 (default: the pipeline's)."),
+        Option("--option", help="NAME=VALUE for the model: image_size=512, guidance=4.5 (default: a run's own)."),
     ] = None,
 ) -> None:
     """Sample images or videos into a folder, with a table for `visalign score`, a grid and a page."""
@@ -121,7 +121,9 @@ def sample(
 def demo(
     model: Annotated[str, Option("--model", "-m", help="Packaged model, folder, or hub id.")] = "shapes-sd3",
     lora: Loras = None,
-    steps: Annotated[int | None, Option(help="Denoising steps. Default: the pipeline's.", min=1, max=100)] = None,
+    steps: Annotated[
+        int | None, Option(help="Denoising steps. Default: a run's own, else the pipeline's.", min=1, max=100)
+    ] = None,
     device: Device = None,
     options: Annotated[Repeated, Option("--option", help="NAME=VALUE for the model: image_size=512.")] = None,
     host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from visalign.adapters.model_folder import INDEX, MODULAR_INDEX, local_folder, pipeline_index
+from visalign.adapters.pipeline.policy import PipelinePolicy
 from visalign.adapters.prompt_cache import PromptCache, TensorCache, drop_encoders
 from visalign.adapters.single_file import model_source
 from visalign.data.sets.trained_images import image_print
@@ -43,7 +44,7 @@ def open_prompts(config: FlowGRPOConfig, records: Records, device: str) -> Promp
     if (folder := config.data.cache) is None:
         return None
     context = _context(config.model, ("text_encoder", "tokenizer"), device)
-    context |= {} if config.evaluation.guidance is None else {"evaluation.guidance": str(config.evaluation.guidance)}
+    context |= {} if config.evaluation.guidance is None else {"negative": "is kept"}
     prompts = [str(record["prompt"]) for record in records]
     return PromptCache(Path(folder) / "prompts", context, prompts, frees=config.model.lora is not None)
 
@@ -51,12 +52,11 @@ def open_prompts(config: FlowGRPOConfig, records: Records, device: str) -> Promp
 def fill_prompts(policy: Any, cache: PromptCache, accelerator: Any, guidance: float | None = None) -> str:
     """Encode the prompts that the cache lacks, each process its share, and free the encoders; return a note.
 
-    Under the `guidance` of evaluations the policy keeps the negative prompt, which its first velocity encodes.
+    Under the `guidance` of evaluations the negative prompt is encoded, too.
     """
-    if guidance is not None:
-        with guidance_scale(policy, guidance), torch.no_grad():
-            latents = torch.zeros(1, *policy.latent_shape, device=policy.device)
-            policy.velocity(latents, torch.full((1,), 0.5, device=policy.device), policy.encode([""]))
+    if guidance is not None and isinstance(policy, PipelinePolicy):
+        with guidance_scale(policy, guidance):
+            policy.encode_negative()
     was_whole = cache.is_whole
     start, step = accelerator.process_index * CHUNK, accelerator.num_processes * CHUNK
     for first in () if was_whole else range(start, len(cache.prompts), step):

@@ -75,8 +75,7 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
         records, heldout = own_heldout(records, config.seed)
     else:
         heldout = build_records(data.heldout, "data.heldout", edits=edits, **reading)
-    if not (terms := {**evaluation.rewards, **config.rewarded}):
-        notes = (*notes, "Held-out prompts are not scored: name a reward, evaluation.rewards={clip_score: {}}.")
+    terms = {**evaluation.rewards, **config.rewarded}
     if is_distilled(config.model.path, *model):
         notes = (*notes, *_distilled_notes(config))
     if data.is_stored and (config.rollout.guidance is not None or config.rollout.merge_adapters):
@@ -89,11 +88,15 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
         for label, judge in pointwise_only(judges, needed=evaluation.rewards).items()
         if not (judge.capabilities.needs_group or judge.capabilities.discriminators or terms[label].references)
     }
-    if unscored := [label for label in evaluation.rewards if label not in rewards]:
-        raise UserError(
-            f"evaluation.rewards names {', '.join(unscored)}, which needs a training's samples and scores no held-out "
-            "image. Name it in rewards.terms only."
-        )
+    named = {"rewards": [*evaluation.rewards], "correctness": [*filter(None, [evaluation.correctness])]}
+    for setting, labels in named.items():
+        if unscored := [label for label in labels if label in terms and label not in rewards]:
+            raise UserError(
+                f"evaluation.{setting} names {', '.join(unscored)}, which needs a training's samples and scores no "
+                "held-out image. Name it in rewards.terms only."
+            )
+    if not rewards:
+        notes = (*notes, "Held-out prompts are not scored: name a reward, evaluation.rewards={clip_score: {}}.")
     if config.learns_unrewarded:
         reward: Any = StoredPreference()
     elif config.comparison is None:
@@ -141,6 +144,7 @@ def _guidance_notes(config: FlowGRPOConfig) -> Iterator[str]:
     model, scale = config.model, config.evaluation.guidance
     family = family_of(model.described_by, model.adapter)
     is_usual = config.data.is_stored and family is not None and family.has_halves
+    is_usual = is_usual and not is_distilled(model.path, model.described_by, model.adapter)
     if is_usual and (model.guidance, scale) == (None, None) and Path(model.path).name not in PACKAGED:
         yield "Held-out images are drawn without guidance. Set evaluation.guidance to the scale that you use."
 
@@ -182,6 +186,19 @@ def _unfit_teacher(config: FlowGRPOConfig) -> Iterator[str]:
             )
 
 
+def _unfit_guidance(config: FlowGRPOConfig) -> Iterator[str]:
+    """Yield why a scale besides `model.guidance`, which the model checks itself, is none of the model's."""
+    path, adapter = config.model.described_by, config.model.adapter
+    family = family_of(path, adapter)
+    off = 1.0 if family is None else family.off
+    without = family is not None and (family.guidance == "none" or bool(pipeline_index(path).get("is_distilled")))
+    scales = {"rollout": config.rollout.guidance, "evaluation": config.evaluation.guidance}
+    for section, scale in scales.items() if adapter in (None, "pipeline", "sd3") else ():
+        if scale is not None and (scale < off or (without and scale > off)):
+            allowed = "takes no guidance" if without else f"is guided by at least {off:g}, which switches guidance off"
+            yield f"{section}.guidance is {scale:g}, and {config.model.path} {allowed}. Leave it out, or change it."
+
+
 def _groups(config: FlowGRPOConfig) -> dict[str, Any]:
     """Return what the groups of `data.pairs` depend on, for `read_stored`."""
     row = config.objective.regression
@@ -206,11 +223,12 @@ def _check_method(config: FlowGRPOConfig, reward: Any, records: Records, strata:
         check_differentiable(reward)
     model = config.model
     refuse(_unfit_teacher(config))
+    refuse(_unfit_guidance(config))
     family = family_of(model.described_by, model.adapter)
     if config.data.images and has_two_halves(model.described_by, model.adapter, model.guidance):
         raise UserError(
             f"model.guidance is {model.guidance}, and captions teach the velocity that guidance adds up, not its sum. "
-            "Set model.guidance=null, and give a scale when you sample."
+            "Set model.guidance=null; evaluation.guidance is that of held-out images."
         )
     if config.data.cache is not None and family is not None and (family.modular or family.source != "none"):
         why = "diffusers has this model as a modular pipeline" if family.modular else "this model edits an image"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from functools import partial
 from itertools import chain
@@ -69,7 +70,7 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
         more=more_metrics,
         notes=notes,
         recorded=config.rewards.recorded,
-        optimized=config.rewards.optimized if config.rewarded else (),
+        optimized=[n for n in config.rewards.optimized if n in inputs.rewards] if config.rewarded else (),
         columns=POLICY_COLUMNS if config.rewarded or (row and not row.learns_alike) else SUPERVISED_COLUMNS,
         fingerprints=inputs.fingerprints,
         title=f"{config.objective.algorithm} on {config.model.path}",
@@ -208,23 +209,28 @@ def load_code(config: FlowGRPOConfig, output: Path) -> str:
             arguments.append(f"{network}=network")
     elif config.model.lora is not None and config.model.variant is not None:
         arguments.append(f"variant={json.dumps(config.model.variant)}")
-    settings = json.dumps(_call_settings(config, family))
-    settings = (
-        "" if family.modular else f"\n\n# pipe(prompt, **settings) draws as the run evaluated\nsettings = {settings}"
-    )
+    settings = "" if family.modular else f"\n\n{_call_settings(config, family, index['_class_name'])}"
     return "\n".join(imports) + f"\n\npipe = {kind}.{load}({', '.join(arguments)}){parts}{code}{settings}"
 
 
-def _call_settings(config: FlowGRPOConfig, family: Family) -> dict[str, Any]:
-    """Return the arguments of a pipeline's call that draw as the run's evaluation."""
-    model, usual = config.model, family.off if family.usual is None else family.usual
+def _call_settings(config: FlowGRPOConfig, family: Family, kind: str) -> str:
+    """Write the arguments of a pipeline's call that draw as the run's evaluation: steps, guidance and size."""
+    import diffusers
+
+    model, options = config.model, sampling_options(config)
+    scale = options.get("guidance", family.off if family.usual is None else family.usual)
     settings: dict[str, Any] = {"num_inference_steps": evaluation_drawing(config)["steps"]}
     if family.scale != "-":
-        settings[family.scale] = sampling_options(config).get("guidance", usual)
+        settings[family.scale] = scale
+    negative = options.get("negative_prompt", family.negative if scale > family.off else None)
+    settings |= {} if negative is None else {"negative_prompt": negative}
     if (size := model.image_size) is not None:
-        settings |= zip(("height", "width"), [size, size] if isinstance(size, int) else size, strict=True)
+        height, width = (size, size) if isinstance(size, int) else size
+        settings |= {"height": height, "width": width}
+        if "max_area" in inspect.signature(getattr(diffusers, kind).__call__).parameters:
+            settings["max_area"] = height * width
     if family.frames is not None:
-        settings["num_frames"] = model.options.get("num_frames", family.frames)
-    if (negative := model.options.get("negative_prompt")) is not None:
-        settings["negative_prompt"] = negative
-    return settings
+        settings["num_frames"] = options.get("num_frames", family.frames)
+    settings |= {**options.get("call", {}), **family.fixed}
+    what = "steps and size" if family.scale == "-" else "steps, guidance and size"
+    return f"# pipe(prompt, **settings): {what} of the run's evaluation\nsettings = {settings!r}"

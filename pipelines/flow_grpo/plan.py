@@ -208,9 +208,8 @@ def _timed_run(
     probe = records[:PROBE]
     by_size = [_seconds_per_sample(policy, probe)]
     sample, _, decode = by_size[0]
-    halves = _halves(config.model, config.evaluation.guidance) / _halves(
-        config.model, None
-    )  # `sample` has the model's
+    # `sample` is a velocity under the model's own guidance
+    halves = _halves(config.model, config.evaluation.guidance) / _halves(config.model, None)
     evaluation = evaluated * ((config.evaluation.steps or config.rollout.steps) * halves * sample + decode)
     if config.rollout.image_sizes:
         by_size = [_seconds_per_sample(policy, probe, size) for size in config.rollout.image_sizes]
@@ -312,8 +311,8 @@ def _footprint(config: FlowGRPOConfig, inputs: Inputs, groups: Mapping[str, Any]
     cost, trained = groups["cost"]["forward_equivalents_per_image"], image_passes(config).trained
     trained_images = batch["images_per_iteration"] * batch["iterations"]
     recomputed = trained * trained_images * config.objective.epochs * any(p.largest_block for p in passes)
-    guided = policy.guided if hasattr(policy, "guided") else policy.guidance != 1
-    evaluation = evaluated * (config.evaluation.steps or config.rollout.steps) * (1 + guided)
+    evaluation = evaluated * (config.evaluation.steps or config.rollout.steps)
+    evaluation *= _halves(config.model, config.evaluation.guidance)
     flops = math.fsum(p.flops for p in passes) / len(passes)
     size = sum(weight.numel() for weight in policy.module.parameters())
     kind = _kind(config) if config.model.compile is not False and size >= COMPILED_FROM else "eager"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -68,8 +69,8 @@ class SampleSettings:
     strength: Positive = 10.0  # λ of exp(λ r), what a steered draw is likelier by, per unit of the rewards' sum
     noise_level: Positive = 0.7  # Level of the noise that separates the children of a resampled draw
     steps: Steps | None = None
-    """Denoising steps; without noise on the way where nothing is resampled. None: the default of the
-    pipeline's call, 10 of packaged models."""
+    """Denoising steps; without noise on the way where nothing is resampled. None: those of the evaluation of the
+    run that made the weights, else the default of the pipeline's call, 10 of packaged models."""
     solver: Solver = "euler"
     """Solver of the steps without noise, "euler" or "dpmpp_2m"; steering and searches take Euler steps."""
     timestep_schedule: Literal["diffusers", "plain"] = "diffusers"  # See `rollout.timestep_schedule`
@@ -81,36 +82,38 @@ class SampleSettings:
     default of the pipeline's call, none of packaged models; None: as `model.guidance` null in training)."""
 
     def with_own_sampling(self) -> SampleSettings:
-        """Fill in steps and guidance of the evaluation of the weights' own run, else of the model; its dtype."""
+        """Fill in steps, guidance and size of the evaluation of the weights' run, else of the model; and its dtype."""
         from visalign.adapters.catalogue import own_sampling
 
         files = {name: self.options[name] for name in ("variant", "config") if name in self.options}
         own = own_sampling(self.model, self.adapter, self.device, **files)
         steps, trained = self._as_evaluated()
         taken = [] if steps is None or self.steps else [f"{steps} steps"]
-        taken += [f"{name}={json.dumps(value)}" for name, value in trained.items() if name not in self.options]
-        if taken:
-            print(f"Sampling as the weights' run evaluated: {', '.join(taken)}. Options change it.", file=sys.stderr)
+        taken += [f"{name} {value or 'none'}" for name, value in trained.items() if name not in self.options]
+        if taken and os.environ.get("RANK", "0") == "0":
+            line = f"Sampling as the weights' run evaluated: {', '.join(taken)}. --steps and --option change it."
+            print(line, file=sys.stderr)
         guidance = {} if own.guidance is None else {"guidance": own.guidance}
         options = {**guidance, **trained, **self.options}
         return replace(self, steps=self.steps or steps or own.steps, dtype=self.dtype or own.dtype, options=options)
 
     def _as_evaluated(self) -> tuple[int | None, dict[str, Any]]:
-        """Read (steps, options) of the evaluation of the last LoRA's run, or the model's; None and {} without."""
-        content: Mapping[str, Any] = {}
+        """Read (steps, options) of the evaluation of the last LoRA's run, else the model's; (None, {}) without."""
         for path in [*(parse_lora(name)[0] for name in reversed(self.lora)), Path(self.model)]:
-            file = (path if path.is_dir() else path.parent) / CONFIG
-            with suppress(ConfigError):  # other tools have a config.yaml, too
-                content = read_config(file) if file.is_file() else {}
-            if content.get("pipeline") in IMAGE_PIPELINES:
-                break
-        else:
-            return None, {}
-        model, rollout, evaluation = (content.get(section) or {} for section in ("model", "rollout", "evaluation"))
-        scale = evaluation.get("guidance")
-        options = {"guidance": model.get("guidance") if scale is None else scale}
-        options |= {} if model.get("image_size") is None else {"image_size": model["image_size"]}
-        return evaluation.get("steps") or rollout.get("steps"), options
+            file = (path.parent if path.is_file() else path) / CONFIG
+            content: Mapping[str, Any] = {}
+            if path.exists() and file.is_file():
+                with suppress(ConfigError):  # other tools have a config.yaml, too
+                    content = read_config(file)
+            model, rollout, evaluation = map(content.get, ("model", "rollout", "evaluation"))
+            is_run = all(isinstance(section, Mapping) for section in (model, rollout, evaluation))
+            if is_run and content.get("pipeline") in IMAGE_PIPELINES:
+                scale, more = evaluation.get("guidance"), {**(model.get("options") or {}), **model}
+                options = {"guidance": model.get("guidance") if scale is None else scale}
+                names = ("image_size", "negative_prompt", "num_frames", "call")
+                options |= {name: more[name] for name in names if more.get(name) is not None}
+                return evaluation.get("steps") or rollout.get("steps"), options
+        return None, {}
 
     def __post_init__(self) -> None:
         refuse(self._broken_rules())

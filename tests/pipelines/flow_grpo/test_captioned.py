@@ -161,10 +161,10 @@ def test_a_run_by_the_configuration(tmp_path, capsys):
     said = "".join(capsys.readouterr())
     assert "data.images: left out, of 7 images: 3." in said and "loss " in said and "no signal" not in said
     unmeasured = prepare(config("evaluation={rewards: {}}", "rollout.guidance=2"), 1).notes
-    assert "name a reward, evaluation.rewards" in unmeasured[-3] and len(unmeasured) == 4
-    assert "drawn without guidance. Set evaluation.guidance" in unmeasured[-1]
+    assert "name a reward, evaluation.rewards" in unmeasured[-1] and len(unmeasured) == 4
+    assert "drawn without guidance. Set evaluation.guidance" in unmeasured[-2]
     assert not any("without guidance" in note for note in prepare(config("evaluation.guidance=5"), 1).notes)
-    assert "rollout.merge_adapters are unused" in unmeasured[-2]
+    assert "rollout.merge_adapters are unused" in unmeasured[-3]
     planned = plan(config(), measure=False)
     assert planned["cost"]["forward_equivalents_per_image"] == 3 and planned["batch"]["pairs_per_iteration"] == 4
     log = read_metrics(tmp_path / "whole" / "metrics.jsonl")

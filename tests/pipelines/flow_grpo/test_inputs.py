@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from diffusers import DiffusionPipeline
 from tests.support.models.pipelines import tiny_folder, trained_weights
 from tests.support.models.sd3 import build_tiny_sd3
 from tests.support.models.single_files import save_single_file
+from visalign.adapters.pipeline.families import FAMILIES
 from visalign.config import load_config
 from visalign.data.assets import resolve_model
 from visalign.errors import UserError
@@ -151,11 +153,60 @@ def test_the_code_that_loads_the_result_has_its_path() -> None:
     assert 'from_pretrained("runs/first/model")' in whole and "lora" not in whole
     steps = {"num_inference_steps": 3}
     for code, given in ((adapters, {}), (whole, {}), (large, {"height": 64, "width": 96})):
-        assert code.endswith(f"settings = {json.dumps({**steps, 'guidance_scale': 1.0, **given})}")  # off, as trained
+        assert code.endswith(f"\nsettings = { ({**steps, 'guidance_scale': 1.0, **given}) }")  # off, as trained
         compile(code, "report", "exec")
-    given = config("model.path=shapes-sd3", "evaluation={guidance: 3.5, steps: 28}")
-    guided = load_code(given, Path("runs/first"))
-    assert guided.endswith('settings = {"num_inference_steps": 28, "guidance_scale": 3.5}')
+    guided = load_code(
+        config(
+            "model.path=shapes-sd3", "evaluation={guidance: 3.5, steps: 28}", "model.options.negative_prompt=ugly ☹"
+        ),
+        Path("runs/first"),
+    )
+    settings = {"num_inference_steps": 28, "guidance_scale": 3.5, "negative_prompt": "ugly ☹"}
+    assert guided.endswith(f"steps, guidance and size of the run's evaluation\nsettings = {settings}")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "expected"),
+    [
+        ("qwen_image", "evaluation.guidance=4", {"true_cfg_scale": 4.0, "negative_prompt": " "}),
+        ("qwen_image", "evaluation.guidance=1", {"true_cfg_scale": 1.0}),
+        ("flux", "evaluation={}", {"guidance_scale": 3.5}),
+        ("pixart", "model.image_size=64", {"guidance_scale": 1.0, "use_resolution_binning": False, "height": 64}),
+        ("flux_kontext", "model.image_size=64", {"guidance_scale": 2.5, "max_area": 64 * 64}),
+    ],
+)
+def test_the_settings_of_a_call_are_the_familys(name: str, change: str, expected: dict[str, Any], tmp_path: Path):
+    code = load_code(config(f"model.path={tiny_folder(name, tmp_path / 'model')}", change), tmp_path)
+    names: dict[str, Any] = {}
+    exec(code[code.index("\nsettings = ") :], names)
+    assert expected.items() <= names["settings"].items() and ("negative_prompt" in names["settings"]) == (
+        "negative_prompt" in expected
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "message"),
+    [
+        (
+            "shapes-sd3",
+            "evaluation.guidance=0",
+            r"evaluation\.guidance is 0, and .* guided by at least 1, which switches",
+        ),
+        ("shapes-sd3", "rollout.guidance=0.5", r"rollout\.guidance is 0\.5, and .* guided by at least 1"),
+        ("z_image", "evaluation.guidance=0", None),
+        ("flux2_klein", "evaluation.guidance=4", r"evaluation\.guidance is 4, and .* takes no guidance"),
+        ("flux2_klein", "evaluation.guidance=1", None),
+    ],
+)
+def test_guidance_that_a_model_does_not_take_is_refused(model: str, change: str, message: str | None, tmp_path: Path):
+    path = Path(model)
+    if model != "shapes-sd3":
+        (path := tmp_path / "model").mkdir()
+        index = {"_class_name": FAMILIES[model].pipelines[0], "is_distilled": model == "flux2_klein"}
+        (path / "model_index.json").write_text(json.dumps(index))
+    given = config(f"model.path={path}", change, "objective.algorithm=diffusion_nft")
+    with pytest.raises(UserError, match=message) if message else nullcontext():
+        prepare(given, 1)
 
 
 @pytest.mark.parametrize("alone", [False, True])

@@ -224,6 +224,10 @@ def test_the_plan_of_several_processes_says_what_each_holds(folders, monkeypatch
     command = ["plan", "shapes_flow_grpo", "--processes", "3", "--images", "1000", "--json"]
     said = json.loads(CliRunner().invoke(app, command).stdout)
     assert said["batch"]["images"] == 4 * 288 and "20% of" in said["hours"]["basis"]
+    drawn = [
+        estimate(configured(folders, "sd3", f"evaluation.guidance={g}"))["forward_equivalents"] for g in ("null", 4)
+    ]
+    assert drawn[1]["of_evaluation"] == 2 * drawn[0]["of_evaluation"]
     refused = CliRunner().invoke(app, ["plan", "text_dpo", "--images", "1000"])
     assert refused.exit_code == 2 and "the pipeline here is text_dpo" in " ".join(refused.output.split())
     refused = CliRunner().invoke(app, ["plan", "shapes_flow_grpo", "--images", f"{10**15}"])

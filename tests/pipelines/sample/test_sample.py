@@ -102,9 +102,10 @@ def test_what_is_left_out_is_the_pipelines_own(folder, tmp_path, monkeypatch, na
         ("sft_images", {"guidance": None}, (5, 6.0, None)),
         ("text_grpo", {"guidance": 3.0}, (28, 7.0, None)),
         (None, {"guidance": 3.0}, (28, 7.0, None)),  # of another tool
+        ("flow_grpo", "stabilityai/sd3", (28, 7.0, None)),  # likewise
     ],
 )
-def test_a_result_is_sampled_as_its_run_evaluated(folder, tmp_path, capsys, pipeline, model, sampling):
+def test_a_result_is_sampled_as_its_run_evaluated(folder, tmp_path, capsys, monkeypatch, pipeline, model, sampling):
     content = {"pipeline": pipeline, "model": model, "rollout": {"steps": 3}, "evaluation": {"steps": 5}}
     content["evaluation"] |= {"guidance": 6.0} if pipeline == "sft_images" else {}
     (lora := tmp_path / "run" / "lora").mkdir(parents=True)
@@ -118,6 +119,8 @@ def test_a_result_is_sampled_as_its_run_evaluated(folder, tmp_path, capsys, pipe
         assert (own.steps, own.options.get("guidance"), own.options.get("image_size")) == sampling
         assert own.with_own_sampling() == own
     assert ("as the weights' run evaluated: 5 steps" in capsys.readouterr().err) == (sampling[0] == 5)
+    monkeypatch.chdir(lora)  # no folder of the packaged model
+    assert job.SampleSettings(model="shapes-sd3").with_own_sampling().options == {}
     given = job.SampleSettings(**settings, steps=2, options={"guidance": 2.0}).with_own_sampling()
     assert (given.steps, given.options["guidance"]) == (2, 2.0)
 

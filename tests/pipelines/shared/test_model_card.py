@@ -35,7 +35,7 @@ def run_folder(folder: Path, *, model: Path, text: bool = False, license: str | 
     terms["fading"] = {"weight": {"start": 1.0, "end": 0.0, "iterations": 3, "shape": "linear"}}
     config = {"model": {"path": str(model)}, "run": {"license": license}, "rewards": {"terms": terms}}
     config |= {"data": {"train": "/tmp/me/prompts.txt", "heldout": None}, "objective": {"algorithm": "grpo"}}
-    code = f'pipe.load_lora_weights("{folder}/lora")\n\nsettings = {{"guidance_scale": 1.0}}'
+    code = f"""pipe.load_lora_weights("{folder}/lora")\n\nsettings = {{'guidance_scale': 1.0}}"""
     costs = {"load_code": code, "seconds": 120.0, "iterations": 4}
     entries: dict[str, Any] = {"config": config, "versions": {"torch": "2.9"}, "costs": costs}
     write_summary(folder / "summary.json", before=results[0], after=results[1], **entries)
@@ -72,7 +72,7 @@ def test_the_card_is_what_the_hub_reads(header, own, expected, sentence, tmp_pat
     assert data == header_fields | expected
     assert "A LoRA of maker/flux, trained with grpo of visalign on mine, fading." in card.text
     assert re.search(r"\| accuracy \| 0.4\d+ \| 0.9\d+ \| \+0.5 \(\+", card.text)
-    assert f'"{folder}")\n\nsettings = {{"guidance_scale": 1.0}}\n' in card.text
+    assert f"\"{folder}\")\n\nsettings = {{'guidance_scale': 1.0}}\n" in card.text
     assert '\nimage = pipe("prompt 0", **settings).images[0]' in card.text
     assert "| prompts | prompts.txt; held out: None |" in card.text and "/tmp/me" not in card.text
     for number in range(4):

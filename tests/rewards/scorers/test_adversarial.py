@@ -105,6 +105,8 @@ def test_no_held_out_image_is_scored_by_a_discriminator(references) -> None:
 
     with pytest.raises(UserError, match=r"evaluation\.rewards names real, which needs a training's samples"):
         prepared(f"evaluation.rewards={{real: {term}}}", "evaluation.correctness=null")
+    with pytest.raises(UserError, match=r"evaluation\.correctness names real, which needs a training's samples"):
+        prepared(f"rewards.terms.real={term}", "rewards.normalise=batch", "evaluation.correctness=real")
     trained = prepared(f"rewards.terms.real={term}", "rewards.normalise=batch")
     assert "real" in trained.reward.capabilities.discriminators and "verifier" in trained.rewards
     assert "real" not in trained.rewards  # its head moves, so before and after do not compare

@@ -106,7 +106,8 @@ def test_another_configuration_is_refused_key_by_key(tmp_path):
     text = str(caught.value)
     assert "optimizer.lr: 0.001 there, 0.01 now" in text and "new: '(absent)' there, 1 now" in text
     assert "run.iterations" not in text and "Set them back to resume, or start a new run" in text
-    assert load(folder, {**CONFIG, "run": {"iterations": 99}}, free=["run.iterations"]).step == 1
+    later = {**CONFIG, "run": {"iterations": 99}, "new": None}  # a setting that the version before had not
+    assert load(folder, later, free=["run.iterations"]).step == 1
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,10 @@ class PipelinePolicy(DiffusersPolicy):
         """Return True if a velocity needs two halves."""
         return self._call.guided
 
+    def encode_negative(self) -> None:
+        """Encode the negative prompt, as the first velocity under guidance would."""
+        self._call.inputs([self._call.nothing], guided=self.guided)
+
     def _resize(self, size: int | tuple[int, int] | None) -> None:
         self._call.resize(size)
         self.latent_shape, self._times = self._call.latent_shape, {}

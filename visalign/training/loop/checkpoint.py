@@ -258,13 +258,13 @@ def check_same_config(
     where: str,
     remedy: str = "Set them back to resume, or start a new run in another output folder.",
 ) -> None:
-    """Refuse to continue a run under another configuration."""
+    """Refuse to continue a run under another configuration; a setting that one of them lacks is null there."""
     before, after = flatten(json.loads(json.dumps(saved))), flatten(json.loads(json.dumps(now)))
     missing = "(absent)"
     differing = [
         f"{key}: {before.get(key, missing)!r} there, {after.get(key, missing)!r} now"
         for key in sorted(before.keys() | after.keys())
-        if before.get(key, missing) != after.get(key, missing) and key not in free
+        if before.get(key) != after.get(key) and key not in free
     ]
     if differing:
         raise CheckpointError(
