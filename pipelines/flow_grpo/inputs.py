@@ -88,8 +88,8 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
         for label, judge in pointwise_only(judges, needed=evaluation.rewards).items()
         if not (judge.capabilities.needs_group or judge.capabilities.discriminators or terms[label].references)
     }
-    named = {"rewards": [*evaluation.rewards], "correctness": [*filter(None, [evaluation.correctness])]}
-    for setting, labels in named.items():
+    measures = {"rewards": [*evaluation.rewards], "correctness": [*filter(None, [evaluation.correctness])]}
+    for setting, labels in measures.items():
         if unscored := [label for label in labels if label in terms and label not in rewards]:
             raise UserError(
                 f"evaluation.{setting} names {', '.join(unscored)}, which needs a training's samples and scores no "

@@ -88,10 +88,10 @@ class SampleSettings:
         files = {name: self.options[name] for name in ("variant", "config") if name in self.options}
         own = own_sampling(self.model, self.adapter, self.device, **files)
         steps, trained = self._as_evaluated()
-        taken = [] if steps is None or self.steps else [f"{steps} steps"]
-        taken += [f"{name} {value or 'none'}" for name, value in trained.items() if name not in self.options]
-        if taken and os.environ.get("RANK", "0") == "0":
-            line = f"Sampling as the weights' run evaluated: {', '.join(taken)}. --steps and --option change it."
+        words = [] if steps is None or self.steps else [f"{steps} steps"]
+        words += [f"{name} {value or 'none'}" for name, value in trained.items() if name not in self.options]
+        if words and os.environ.get("RANK", "0") == "0":
+            line = f"Sampling as the weights' run evaluated: {', '.join(words)}. --steps and --option change it."
             print(line, file=sys.stderr)
         guidance = {} if own.guidance is None else {"guidance": own.guidance}
         options = {**guidance, **trained, **self.options}
@@ -105,8 +105,8 @@ class SampleSettings:
             if path.exists() and file.is_file():
                 with suppress(ConfigError):  # other tools have a config.yaml, too
                     content = read_config(file)
-            model, rollout, evaluation = map(content.get, ("model", "rollout", "evaluation"))
-            is_run = all(isinstance(section, Mapping) for section in (model, rollout, evaluation))
+            model, rollout, evaluation = sections = [content.get(n, {}) for n in ("model", "rollout", "evaluation")]
+            is_run = all(isinstance(section, Mapping) for section in sections)
             if is_run and content.get("pipeline") in IMAGE_PIPELINES:
                 scale, more = evaluation.get("guidance"), {**(model.get("options") or {}), **model}
                 options = {"guidance": model.get("guidance") if scale is None else scale}
