@@ -133,7 +133,7 @@ def _image_counts(c: Any) -> dict[str, float]:
 
 
 def sample_command(config: FlowGRPOConfig, output: Path, *, edits: bool = False) -> list[str]:
-    """Build the `visalign sample` command whose images are as in the run's evaluation."""
+    """Build the `visalign sample` command whose images are as in the run's evaluation (but: `_is_used_as_before`)."""
     model, result = config.model, str(result_folder(config, output))
     source = config.data.heldout or config.data.train
     has_sources = edits and Path(source).suffix not in (".txt", "")  # without them nothing can be edited
@@ -143,14 +143,23 @@ def sample_command(config: FlowGRPOConfig, output: Path, *, edits: bool = False)
     trained = [model.path, *chain(*files.items()), "--lora", result]
     weights = ["--model", *([result] if model.lora is None else trained)]
     if model.lora is None or Path(model.path).name not in PACKAGED or drawing["steps"] != OwnSampling().steps:
-        options.setdefault("guidance", None)
-        sampling = ["--steps", str(drawing["steps"]), "--dtype", model.dtype]
+        sampling = ["--dtype", model.dtype]
+        if not _is_used_as_before(config):
+            options.setdefault("guidance", None)
+            sampling = ["--steps", str(drawing["steps"]), *sampling]
     for name, default in {"solver": "euler", "timestep_schedule": "diffusers"}.items():
         if drawing[name] != default:
             sampling += [f"--{name.replace('_', '-')}", drawing[name]]
     words = [f"{name}={json.dumps(value)}" for name, value in options.items()]
     flags = [word for option in words for word in ("--option", option)]
     return ["visalign", "sample", *prompts, *weights, *sampling, *flags, "--output", str(output / "images")]
+
+
+def _is_used_as_before(config: FlowGRPOConfig) -> bool:
+    """Return True of a model that learns stored images, whose pipeline's own steps and guidance keep their meaning."""
+    evaluation = config.evaluation
+    is_own = Path(config.model.path).name not in PACKAGED
+    return config.data.is_stored and is_own and evaluation.steps is None and evaluation.guidance is None
 
 
 def evaluation_drawing(config: FlowGRPOConfig) -> dict[str, Any]:
@@ -214,14 +223,15 @@ def load_code(config: FlowGRPOConfig, output: Path) -> str:
 
 
 def _call_settings(config: FlowGRPOConfig, family: Family, kind: str) -> str:
-    """Write the arguments of a pipeline's call that draw as the run's evaluation: steps, guidance and size."""
+    """Write the arguments of a pipeline's call that draw as the run's evaluation; the rest is the call's own."""
     import diffusers
 
     model, options = config.model, sampling_options(config)
     scale = options.get("guidance", family.off if family.usual is None else family.usual)
-    settings: dict[str, Any] = {"num_inference_steps": evaluation_drawing(config)["steps"]}
-    if family.scale != "-":
-        settings[family.scale] = scale
+    settings: dict[str, Any] = {}
+    if not _is_used_as_before(config):
+        settings["num_inference_steps"] = evaluation_drawing(config)["steps"]
+        settings |= {} if family.scale == "-" else {family.scale: scale}
     negative = options.get("negative_prompt", family.negative if scale > family.off else None)
     settings |= {} if negative is None else {"negative_prompt": negative}
     if (size := model.image_size) is not None:
@@ -232,5 +242,4 @@ def _call_settings(config: FlowGRPOConfig, family: Family, kind: str) -> str:
     if family.frames is not None:
         settings["num_frames"] = options.get("num_frames", family.frames)
     settings |= {**options.get("call", {}), **family.fixed}
-    what = "steps and size" if family.scale == "-" else "steps, guidance and size"
-    return f"# pipe(prompt, **settings): {what} of the run's evaluation\nsettings = {settings!r}"
+    return f"# of the run's evaluation, for pipe(prompt, **settings)\nsettings = {settings!r}"

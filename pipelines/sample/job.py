@@ -21,6 +21,7 @@ from torch import Tensor
 from visalign.adapters.pipeline.lora_files import parse_lora
 from visalign.atomic import write_atomic
 from visalign.config import read_config
+from visalign.data.assets import PACKAGED
 from visalign.data.sets.prompt_files import listed_sources, record_key
 from visalign.dotted_path import check_options
 from visalign.errors import ConfigError, UserError, suggestion
@@ -108,11 +109,18 @@ class SampleSettings:
             model, rollout, evaluation = sections = [content.get(n, {}) for n in ("model", "rollout", "evaluation")]
             is_run = all(isinstance(section, Mapping) for section in sections)
             if is_run and content.get("pipeline") in IMAGE_PIPELINES:
-                scale, more = evaluation.get("guidance"), {**(model.get("options") or {}), **model}
-                options = {"guidance": model.get("guidance") if scale is None else scale}
+                steps, scale = map(evaluation.get, ("steps", "guidance"))
+                data, name = content.get("data") or {}, Path(str(model.get("path"))).name
+                is_stored = name not in PACKAGED and (data.get("images") or data.get("pairs"))
+                if is_stored and steps is None and scale is None:  # guidance keeps its meaning: as the pipeline has it
+                    options: dict[str, Any] = {}
+                else:
+                    steps = steps or rollout.get("steps")
+                    options = {"guidance": model.get("guidance") if scale is None else scale}
+                more = {**(model.get("options") or {}), **model}
                 names = ("image_size", "negative_prompt", "num_frames", "call")
                 options |= {name: more[name] for name in names if more.get(name) is not None}
-                return evaluation.get("steps") or rollout.get("steps"), options
+                return steps, options
         return None, {}
 
     def __post_init__(self) -> None:

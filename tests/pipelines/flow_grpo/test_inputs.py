@@ -162,7 +162,7 @@ def test_the_code_that_loads_the_result_has_its_path() -> None:
         Path("runs/first"),
     )
     settings = {"num_inference_steps": 28, "guidance_scale": 3.5, "negative_prompt": "ugly ☹"}
-    assert guided.endswith(f"steps, guidance and size of the run's evaluation\nsettings = {settings}")
+    assert guided.endswith(f"# of the run's evaluation, for pipe(prompt, **settings)\nsettings = {settings}")
 
 
 @pytest.mark.parametrize(
@@ -182,6 +182,26 @@ def test_the_settings_of_a_call_are_the_familys(name: str, change: str, expected
     assert expected.items() <= names["settings"].items() and ("negative_prompt" in names["settings"]) == (
         "negative_prompt" in expected
     )
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "options"),
+    [
+        ("", {}, ["--dtype", "float32"]),
+        (
+            "evaluation.guidance=4",
+            {"num_inference_steps": 3, "guidance_scale": 4.0},
+            ["--steps", "3", "--dtype", "float32", "--option", "guidance=4.0"],
+        ),
+    ],
+)
+def test_a_model_that_learns_captions_is_used_with_its_own_guidance(change, settings, options, tmp_path: Path) -> None:
+    model, data = build_tiny_sd3(tmp_path / "model"), (f"data.images={tmp_path}", "data.balance=false")
+    given = f"model.path={model}", *data, "objective.algorithm=sft", "rollout.group_size=1"
+    captioned = config(*given, *filter(None, [change]))
+    assert load_code(captioned, tmp_path).endswith(f"settings = {settings}")
+    command = sample_command(captioned, tmp_path)
+    assert command[command.index("--dtype") - 2 * (len(options) > 2) : -2] == options
 
 
 @pytest.mark.parametrize(

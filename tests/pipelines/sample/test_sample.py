@@ -100,6 +100,7 @@ def test_what_is_left_out_is_the_pipelines_own(folder, tmp_path, monkeypatch, na
         ("flow_grpo", {"guidance": None, "image_size": [16, 32]}, (5, None, [16, 32])),
         ("pref_grpo", {"guidance": 4.5}, (5, 4.5, None)),
         ("sft_images", {"guidance": None}, (5, 6.0, None)),
+        ("sft_images", {"path": "a/model", "guidance": None}, (28, 7.0, None)),  # evaluation sets nothing
         ("text_grpo", {"guidance": 3.0}, (28, 7.0, None)),
         (None, {"guidance": 3.0}, (28, 7.0, None)),  # of another tool
         ("flow_grpo", "stabilityai/sd3", (28, 7.0, None)),  # likewise
@@ -107,7 +108,9 @@ def test_what_is_left_out_is_the_pipelines_own(folder, tmp_path, monkeypatch, na
 )
 def test_a_result_is_sampled_as_its_run_evaluated(folder, tmp_path, capsys, monkeypatch, pipeline, model, sampling):
     content = {"pipeline": pipeline, "model": model, "rollout": {"steps": 3}, "evaluation": {"steps": 5}}
-    content["evaluation"] |= {"guidance": 6.0} if pipeline == "sft_images" else {}
+    if pipeline == "sft_images":
+        content["data"] = {"images": "photos"}
+        content["evaluation"] = {} if "path" in model else {"steps": 5, "guidance": 6.0}
     (lora := tmp_path / "run" / "lora").mkdir(parents=True)
     (lora / "config.yaml").write_text(yaml.safe_dump(content))
     (tmp_path / "config.yaml").write_text("[")  # beside another LoRA's file; nothing that can be read
