@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ from visalign.training.diffusion.rollout_settings import check_more_samples, che
 from visalign.training.diffusion.samples import Features, StoredPreference
 from visalign.training.loop.sampler import PromptSampler
 
-from .config import ComparisonConfig, FlowGRPOConfig
+from .config import ComparisonConfig, EvaluationConfig, FlowGRPOConfig
 from .stored_pairs import read_captioned, read_stored
 
 
@@ -88,13 +88,7 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
         for label, judge in pointwise_only(judges, needed=evaluation.rewards).items()
         if not (judge.capabilities.needs_group or judge.capabilities.discriminators or terms[label].references)
     }
-    measures = {"rewards": [*evaluation.rewards], "correctness": [*filter(None, [evaluation.correctness])]}
-    for setting, labels in measures.items():
-        if unscored := [label for label in labels if label in terms and label not in rewards]:
-            raise UserError(
-                f"evaluation.{setting} names {', '.join(unscored)}, which needs a training's samples and scores no "
-                "held-out image. Name it in rewards.terms only."
-            )
+    refuse(_unscored(evaluation, [label for label in terms if label not in rewards]))
     if not rewards:
         notes = (*notes, "Held-out prompts are not scored: name a reward, evaluation.rewards={clip_score: {}}.")
     if config.learns_unrewarded:
@@ -137,6 +131,17 @@ def _training_records(
         sizes = config.rollout.image_sizes
         return "data.images", *read_captioned(data.images, edits, data.images_size, sizes, data.map)
     return "data.train", build_records(data.train, "data.train", edits=edits, **reading), ()
+
+
+def _unscored(evaluation: EvaluationConfig, unfit: Sequence[str]) -> Iterator[str]:
+    """Yield why the labels `unfit`, of rewards of a training's samples, measure no held-out image."""
+    measures = {"rewards": [*evaluation.rewards], "correctness": [evaluation.correctness]}
+    for setting, labels in measures.items():
+        for label in (label for label in labels if label in unfit):
+            yield (
+                f"evaluation.{setting} names {label}, which needs a training's samples and scores no held-out image. "
+                "Name it in rewards.terms only."
+            )
 
 
 def _guidance_notes(config: FlowGRPOConfig) -> Iterator[str]:
