@@ -26,7 +26,7 @@ from visalign.evaluation.heldout.correctness import Tally, record_tags
 from visalign.evaluation.heldout.images import evaluate
 from visalign.evaluation.heldout.result import HeldoutResult
 from visalign.interfaces import score_named
-from visalign.pipelines.flow_grpo.job import evaluation_drawing, sampling_options
+from visalign.pipelines.flow_grpo.job import evaluation_drawing, is_used_as_before, sampling_options
 from visalign.pipelines.jobs import load_job
 from visalign.pipelines.sample.job import SampleSettings, load_sampler
 from visalign.pipelines.score.image_rows import SAMPLED, ImageRow, image_rows, require_still
@@ -136,6 +136,8 @@ def _trained_by(folder: Path) -> tuple[str, list[str], dict[str, Any], dict[str,
     """
     config = load_job(str(folder / "config.yaml"), pipelines=("flow_grpo", "pref_grpo", "sft_images")).config
     drawing, options = evaluation_drawing(config), {"guidance": None, **sampling_options(config)}
+    if is_used_as_before(config):
+        del drawing["steps"], options["guidance"]
     drawing |= {name: options.pop(name) for name in ("adapter",) if name in options}
     if (folder / "lora").is_dir():
         return config.model.path, [str(folder)], drawing, options

@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from visalign.adapters.catalogue import OwnSampling, family_of
+from visalign.adapters.catalogue import OwnSampling, family_of, is_guided_by_call
 from visalign.adapters.model_folder import pipeline_index
 from visalign.adapters.pipeline.families import Family
 from visalign.data.assets import PACKAGED, resolve_model
@@ -133,7 +133,7 @@ def _image_counts(c: Any) -> dict[str, float]:
 
 
 def sample_command(config: FlowGRPOConfig, output: Path, *, edits: bool = False) -> list[str]:
-    """Build the `visalign sample` command whose images are as in the run's evaluation (but: `_is_used_as_before`)."""
+    """Build the `visalign sample` command whose images are as in the run's evaluation (but: `is_used_as_before`)."""
     model, result = config.model, str(result_folder(config, output))
     source = config.data.heldout or config.data.train
     has_sources = edits and Path(source).suffix not in (".txt", "")  # without them nothing can be edited
@@ -144,7 +144,7 @@ def sample_command(config: FlowGRPOConfig, output: Path, *, edits: bool = False)
     weights = ["--model", *([result] if model.lora is None else trained)]
     if model.lora is None or Path(model.path).name not in PACKAGED or drawing["steps"] != OwnSampling().steps:
         sampling = ["--dtype", model.dtype]
-        if not _is_used_as_before(config):
+        if not is_used_as_before(config):
             options.setdefault("guidance", None)
             sampling = ["--steps", str(drawing["steps"]), *sampling]
     for name, default in {"solver": "euler", "timestep_schedule": "diffusers"}.items():
@@ -155,11 +155,14 @@ def sample_command(config: FlowGRPOConfig, output: Path, *, edits: bool = False)
     return ["visalign", "sample", *prompts, *weights, *sampling, *flags, "--output", str(output / "images")]
 
 
-def _is_used_as_before(config: FlowGRPOConfig) -> bool:
-    """Return True of a model that learns stored images, whose pipeline's own steps and guidance keep their meaning."""
-    evaluation = config.evaluation
-    is_own = Path(config.model.path).name not in PACKAGED
-    return config.data.is_stored and is_own and evaluation.steps is None and evaluation.guidance is None
+def is_used_as_before(config: FlowGRPOConfig) -> bool:
+    """Return True of a guided model that learns stored images without guidance, and is evaluated likewise.
+
+    Its pipeline's own steps and guidance keep their meaning.
+    """
+    model, evaluation = config.model, config.evaluation
+    is_unset = (model.guidance, evaluation.guidance, evaluation.steps) == (None, None, None)
+    return config.data.is_stored and is_unset and is_guided_by_call(model.path, model.described_by, model.adapter)
 
 
 def evaluation_drawing(config: FlowGRPOConfig) -> dict[str, Any]:
@@ -229,10 +232,11 @@ def _call_settings(config: FlowGRPOConfig, family: Family, kind: str) -> str:
     model, options = config.model, sampling_options(config)
     scale = options.get("guidance", family.off if family.usual is None else family.usual)
     settings: dict[str, Any] = {}
-    if not _is_used_as_before(config):
+    if not is_used_as_before(config):
         settings["num_inference_steps"] = evaluation_drawing(config)["steps"]
         settings |= {} if family.scale == "-" else {family.scale: scale}
-    negative = options.get("negative_prompt", family.negative if scale > family.off else None)
+    guides = scale > family.off or is_used_as_before(config)
+    negative = options.get("negative_prompt", family.negative if guides else None)
     settings |= {} if negative is None else {"negative_prompt": negative}
     if (size := model.image_size) is not None:
         height, width = (size, size) if isinstance(size, int) else size
@@ -242,4 +246,5 @@ def _call_settings(config: FlowGRPOConfig, family: Family, kind: str) -> str:
     if family.frames is not None:
         settings["num_frames"] = options.get("num_frames", family.frames)
     settings |= {**options.get("call", {}), **family.fixed}
-    return f"# of the run's evaluation, for pipe(prompt, **settings)\nsettings = {settings!r}"
+    whose = "of the model's use" if is_used_as_before(config) else "of the run's evaluation"
+    return f"# {whose}, for pipe(prompt, **settings)\nsettings = {settings!r}"

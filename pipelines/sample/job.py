@@ -21,7 +21,6 @@ from torch import Tensor
 from visalign.adapters.pipeline.lora_files import parse_lora
 from visalign.atomic import write_atomic
 from visalign.config import read_config
-from visalign.data.assets import PACKAGED
 from visalign.data.sets.prompt_files import listed_sources, record_key
 from visalign.dotted_path import check_options
 from visalign.errors import ConfigError, UserError, suggestion
@@ -106,22 +105,30 @@ class SampleSettings:
             if path.exists() and file.is_file():
                 with suppress(ConfigError):  # other tools have a config.yaml, too
                     content = read_config(file)
-            model, rollout, evaluation = sections = [content.get(n, {}) for n in ("model", "rollout", "evaluation")]
+            names = ("model", "rollout", "evaluation", "data")
+            model, rollout, evaluation, data = sections = [content.get(name) or {} for name in names]
             is_run = all(isinstance(section, Mapping) for section in sections)
             if is_run and content.get("pipeline") in IMAGE_PIPELINES:
                 steps, scale = map(evaluation.get, ("steps", "guidance"))
-                data, name = content.get("data") or {}, Path(str(model.get("path"))).name
-                is_stored = name not in PACKAGED and (data.get("images") or data.get("pairs"))
-                if is_stored and steps is None and scale is None:  # guidance keeps its meaning: as the pipeline has it
-                    options: dict[str, Any] = {}
+                scale = model.get("guidance") if scale is None else scale
+                is_stored, base = data.get("images") or data.get("pairs"), str(model.get("path"))
+                options: dict[str, Any] = {"guidance": scale}
+                if is_stored and steps is None and scale is None and self._guides(base):  # see `is_used_as_before`
+                    options = {}
                 else:
                     steps = steps or rollout.get("steps")
-                    options = {"guidance": model.get("guidance") if scale is None else scale}
-                more = {**(model.get("options") or {}), **model}
+                more = {**dict(model.get("options") or {}), **model}
                 names = ("image_size", "negative_prompt", "num_frames", "call")
                 options |= {name: more[name] for name in names if more.get(name) is not None}
                 return steps, options
         return None, {}
+
+    def _guides(self, base: str) -> bool:
+        """Return True if the call of the pipeline guides by itself; `base` is the model that the run began with."""
+        from visalign.adapters.catalogue import index_source, is_guided_by_call
+
+        described_by = index_source(self.model, self.adapter, self.options.get("config"))
+        return is_guided_by_call(base, described_by, self.adapter)
 
     def __post_init__(self) -> None:
         refuse(self._broken_rules())

@@ -84,9 +84,11 @@ def write_card(run: Path, *, license: str | None = None, repo: str | None = None
     kind = "LoRA" if is_lora else "fine-tuned model"
     written = rf"(?:[^\"'\n]*/)?{re.escape(run.absolute().name)}/{folder.name}(?=[\"'])"  # as the run named it
     code = re.sub(written, lambda _: repo or str(folder), summary.get("load_code", ""))
-    if samples and not before.sources and "pipe" in code:
+    if samples and not before.sources and re.search(r"^pipe\b", code, re.MULTILINE):
         call = f"pipe({json.dumps(samples[0][0])}{', **settings' if 'settings = ' in code else ''})"
-        code += f"\nvideo = {call}.frames[0]" if "'num_frames'" in code else f"\nimage = {call}.images[0]"
+        code += (
+            f"\nvideo = {call}.frames[0]" if re.search("[\"']num_frames[\"']", code) else f"\nimage = {call}.images[0]"
+        )
     licence = "No licence is stated (run.license, visalign push --license). Ask the owner before you use this model."
     if name := fields.get("license_name", fields.get("license")):
         licence = f"{name}, {'the licence of the base model' if stated is None else 'stated for this model'}."

@@ -144,6 +144,16 @@ def is_distilled(path: str, described_by: str | Path, adapter: str | None) -> bo
     return bool(marked) or bool(DISTILLED & set(re.split(r"[^a-z]+", Path(path).name.lower())))
 
 
+def is_guided_by_call(path: str, described_by: str | Path, adapter: str | None) -> bool:
+    """Return True of a model whose pipeline's call has a guidance of its own, that of two halves.
+
+    Packaged models, distilled ones and custom adapters have none.
+    """
+    family = family_of(described_by, None if adapter == "sd3" else adapter)
+    guides = family is not None and family.has_halves and family.scale != "-"
+    return guides and Path(path).name not in PACKAGED and not is_distilled(path, described_by, adapter)
+
+
 def family_of(folder_or_id: str | Path, adapter: str | None) -> Family | None:
     """Return the family of a model driven by its pipeline's own call, else None."""
     kind = pipeline_index(folder_or_id).get("_class_name") if adapter in (None, "pipeline") else None

@@ -37,6 +37,9 @@ SMALL = (
 )
 
 
+CAPTIONED = "data.images=. data.balance=false objective.algorithm=sft rollout.group_size=1"
+
+
 def config(*overrides: str) -> FlowGRPOConfig:
     return load_config(FlowGRPOConfig, None, [*SMALL, *overrides])
 
@@ -173,10 +176,12 @@ def test_the_code_that_loads_the_result_has_its_path() -> None:
         ("flux", "evaluation={}", {"guidance_scale": 3.5}),
         ("pixart", "model.image_size=64", {"guidance_scale": 1.0, "use_resolution_binning": False, "height": 64}),
         ("flux_kontext", "model.image_size=64", {"guidance_scale": 2.5, "max_area": 64 * 64}),
+        ("flux_kontext", f"{CAPTIONED} model.image_size=64", {"num_inference_steps": 3, "guidance_scale": 2.5}),
+        ("qwen_image", CAPTIONED, {"negative_prompt": " "}),  # its call does not guide without
     ],
 )
 def test_the_settings_of_a_call_are_the_familys(name: str, change: str, expected: dict[str, Any], tmp_path: Path):
-    code = load_code(config(f"model.path={tiny_folder(name, tmp_path / 'model')}", change), tmp_path)
+    code = load_code(config(f"model.path={tiny_folder(name, tmp_path / 'model')}", *change.split()), tmp_path)
     names: dict[str, Any] = {}
     exec(code[code.index("\nsettings = ") :], names)
     assert expected.items() <= names["settings"].items() and ("negative_prompt" in names["settings"]) == (
@@ -196,9 +201,7 @@ def test_the_settings_of_a_call_are_the_familys(name: str, change: str, expected
     ],
 )
 def test_a_model_that_learns_captions_is_used_with_its_own_guidance(change, settings, options, tmp_path: Path) -> None:
-    model, data = build_tiny_sd3(tmp_path / "model"), (f"data.images={tmp_path}", "data.balance=false")
-    given = f"model.path={model}", *data, "objective.algorithm=sft", "rollout.group_size=1"
-    captioned = config(*given, *filter(None, [change]))
+    captioned = config(f"model.path={build_tiny_sd3(tmp_path / 'model')}", *CAPTIONED.split(), *change.split())
     assert load_code(captioned, tmp_path).endswith(f"settings = {settings}")
     command = sample_command(captioned, tmp_path)
     assert command[command.index("--dtype") - 2 * (len(options) > 2) : -2] == options

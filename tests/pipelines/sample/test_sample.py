@@ -101,6 +101,9 @@ def test_what_is_left_out_is_the_pipelines_own(folder, tmp_path, monkeypatch, na
         ("pref_grpo", {"guidance": 4.5}, (5, 4.5, None)),
         ("sft_images", {"guidance": None}, (5, 6.0, None)),
         ("sft_images", {"path": "a/model", "guidance": None}, (28, 7.0, None)),  # evaluation sets nothing
+        ("sft_images", {"path": "a/sd3-turbo", "guidance": None}, (3, None, None)),  # distilled
+        ("sft_images", {"path": "a/model", "guidance": 4.5}, (3, 4.5, None)),
+        ("sft_images", {"path": "shapes-sd3"}, (3, None, None)),
         ("text_grpo", {"guidance": 3.0}, (28, 7.0, None)),
         (None, {"guidance": 3.0}, (28, 7.0, None)),  # of another tool
         ("flow_grpo", "stabilityai/sd3", (28, 7.0, None)),  # likewise
@@ -110,7 +113,7 @@ def test_a_result_is_sampled_as_its_run_evaluated(folder, tmp_path, capsys, monk
     content = {"pipeline": pipeline, "model": model, "rollout": {"steps": 3}, "evaluation": {"steps": 5}}
     if pipeline == "sft_images":
         content["data"] = {"images": "photos"}
-        content["evaluation"] = {} if "path" in model else {"steps": 5, "guidance": 6.0}
+        content["evaluation"] = None if "path" in model else {"steps": 5, "guidance": 6.0}
     (lora := tmp_path / "run" / "lora").mkdir(parents=True)
     (lora / "config.yaml").write_text(yaml.safe_dump(content))
     (tmp_path / "config.yaml").write_text("[")  # beside another LoRA's file; nothing that can be read
