@@ -44,7 +44,7 @@ def open_prompts(config: FlowGRPOConfig, records: Records, device: str) -> Promp
     if (folder := config.data.cache) is None:
         return None
     context = _context(config.model, ("text_encoder", "tokenizer"), device)
-    context |= {} if config.evaluation.guidance is None else {"negative": "is kept"}
+    context |= {} if config.evaluation.guidance is None else {"guided_evaluation": True}
     prompts = [str(record["prompt"]) for record in records]
     return PromptCache(Path(folder) / "prompts", context, prompts, frees=config.model.lora is not None)
 

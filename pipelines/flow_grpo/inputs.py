@@ -11,9 +11,16 @@ from typing import Any
 
 from torch import Tensor
 
-from visalign.adapters.catalogue import edits_of, family_of, has_two_halves, is_distilled, joins_sources
+from visalign.adapters.catalogue import (
+    edits_of,
+    family_of,
+    has_two_halves,
+    is_distilled,
+    is_guided_by_call,
+    joins_sources,
+)
 from visalign.adapters.model_folder import pipeline_index
-from visalign.data.assets import PACKAGED, resolve_model
+from visalign.data.assets import resolve_model
 from visalign.data.sets.prompt_files import Edits, listed_sources, record_key
 from visalign.errors import UserError, suggestion
 from visalign.evaluation.heldout.correctness import check_judge
@@ -145,12 +152,9 @@ def _unscored(evaluation: EvaluationConfig, unfit: Sequence[str]) -> Iterator[st
 
 
 def _guidance_notes(config: FlowGRPOConfig) -> Iterator[str]:
-    """Say so where a model that is used with guidance learns from stored images, and is evaluated, without."""
-    model, scale = config.model, config.evaluation.guidance
-    family = family_of(model.described_by, model.adapter)
-    is_usual = config.data.is_stored and family is not None and family.has_halves
-    is_usual = is_usual and not is_distilled(model.path, model.described_by, model.adapter)
-    if is_usual and (model.guidance, scale) == (None, None) and Path(model.path).name not in PACKAGED:
+    """Warn where a model that is used with guidance learns from stored images, and is evaluated, without."""
+    model, is_unset = config.model, config.model.guidance is None and config.evaluation.guidance is None
+    if config.data.is_stored and is_unset and is_guided_by_call(model.path, model.described_by, model.adapter):
         yield "Held-out images are drawn without guidance. Set evaluation.guidance to the scale that you use."
 
 

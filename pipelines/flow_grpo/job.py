@@ -246,5 +246,6 @@ def _call_settings(config: FlowGRPOConfig, family: Family, kind: str) -> str:
     if family.frames is not None:
         settings["num_frames"] = options.get("num_frames", family.frames)
     settings |= {**options.get("call", {}), **family.fixed}
-    whose = "of the model's use" if is_used_as_before(config) else "of the run's evaluation"
-    return f"# {whose}, for pipe(prompt, **settings)\nsettings = {settings!r}"
+    unset = "steps and guidance are the pipeline's own"
+    about = unset if is_used_as_before(config) else "of the run's evaluation"
+    return f"# {about}, for pipe(prompt, **settings)\nsettings = {settings!r}"
