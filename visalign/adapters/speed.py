@@ -17,8 +17,11 @@ from torch.utils._triton import has_triton
 
 from visalign.errors import UserError
 
+from .graphs import CapturedPasses
+
 RECOMPILE_LIMIT = 64
 COMPILED_FROM = 100_000_000  # Parameters from which compiling pays by itself: it takes about a minute on a GPU
+CAPTURED_BELOW = 20_000_000  # Parameters: a pass of fewer is launched more slowly than it is computed
 _COMPILED = "compiled_blocks"
 
 
@@ -34,7 +37,7 @@ def speed_up(
 
     `module` is a network of diffusers with its adapters, or an `nn.ModuleDict` of several. With `compiled`
     each repeated block is compiled, so that one compilation serves all; None: on a GPU, if the network has
-    100 million parameters or more. `attention` is a backend of diffusers' dispatch (native, flash, sage,
+    100 million parameters or more; the passes of one below 20 million are captured there. `attention` is a backend of diffusers' dispatch (native, flash, sage,
     xformers, ...), `channels_last` of 2D convolution weights. The decoder of `vae` is compiled with the
     blocks on a GPU: 6.1 ms for an image of 512² in bfloat16 on an H200, and 12.9 without.
     """
@@ -49,6 +52,8 @@ def speed_up(
             if isinstance(vae, AutoencoderKL) and vae.decoder.conv_in.weight.is_cuda:
                 vae.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
                 CompiledBlocks(vae, [vae.decoder])
+        elif compiled is None and next(network.parameters()).is_cuda and _size(network) < CAPTURED_BELOW:
+            CapturedPasses(network)
 
 
 class CompiledBlocks:
@@ -97,10 +102,13 @@ def _repeated_blocks(network: nn.Module) -> list[nn.Module]:
     return [part for part in network.modules() if type(part).__name__ in names]
 
 
+def _size(network: nn.Module) -> int:
+    return sum(weight.numel() for weight in network.parameters())
+
+
 def _compiling_pays(network: nn.Module) -> bool:
     """Return True on a GPU for a large network of known blocks, where torch has a compiler."""
-    parameters = list(network.parameters())
-    if not parameters[0].is_cuda or sum(weight.numel() for weight in parameters) < COMPILED_FROM:
+    if not next(network.parameters()).is_cuda or _size(network) < COMPILED_FROM:
         return False
     if not (has_triton() and any(shutil.which(name) for name in ("cc", "gcc", "clang"))):
         warnings.warn("model.compile is off: torch.compile needs Triton and a C compiler (cc) here.", stacklevel=3)

@@ -54,7 +54,7 @@ class DiffusersPolicy(ABC):
     @property
     def device(self) -> torch.device:
         """Device of the network."""
-        return next(iter(self.networks.values())).device
+        return next(next(iter(self.networks.values())).parameters()).device  # diffusers' `device` walks all modules
 
     @property
     def compute_dtype(self) -> torch.dtype:

@@ -168,8 +168,8 @@ class TrainedWeights:
                     else:
                         second = gathered(state["exp_avg_sq"])
                     squares = second.flatten()[::stride]
-                    samples.append((squares.double() / unbiased).cpu())
-        squares = torch.cat(samples) if samples else torch.zeros(0)
+                    samples.append(squares.double() / unbiased)
+        squares = torch.cat(samples).cpu() if samples else torch.zeros(0)
         squares = squares[squares > 0]
         return float(squares.sqrt().median() / self.optimizer.defaults["eps"]) if len(squares) else math.nan
 
