@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tests.support.models.pipelines import tiny_pipeline
 from visalign.adapters import LoraSettings, graphs
 from visalign.adapters.graphs import EAGER_PASSES, KINDS, CapturedPasses
 from visalign.adapters.pipeline.policy import PipelinePolicy
+from visalign.errors import UserError
 from visalign.swapping import swapped_weights
 
 
@@ -151,18 +153,44 @@ def test_a_pass_before_the_backward_of_the_last_runs_eagerly(recorded: list[Reco
         last.square().sum().backward()
 
 
-def test_a_network_that_cannot_be_captured_runs_eagerly_with_a_warning(monkeypatch: pytest.MonkeyPatch):
+def test_without_memory_for_a_graph_passes_run_eagerly_with_a_warning(monkeypatch: pytest.MonkeyPatch):
     def record(*_: Any) -> Any:
-        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(graphs, "record", record)
     policy, eager = policy_of(), policy_of(captured=False)
     with torch.no_grad():
         for seed in range(EAGER_PASSES):
             velocity(policy, seed)
-        with pytest.warns(UserWarning, match=r"runs without CUDA graphs: operation not .* capturing$"):
+        with pytest.warns(UserWarning, match="CUDA graphs are off: there is no memory for a captured pass"):
             assert torch.equal(velocity(policy, 3), velocity(eager, 3))
         assert torch.equal(velocity(policy, 4), velocity(eager, 4))
+
+
+def test_what_cannot_be_captured_is_refused_by_what_failed(monkeypatch: pytest.MonkeyPatch):
+    class Stream:
+        def wait_stream(self, other: Any) -> None: ...
+
+    class Graph:
+        def capture_begin(self, **_: Any) -> None: ...
+
+        def capture_end(self) -> None:
+            raise RuntimeError("operation failed due to a previous error during capture\nmore")
+
+    def compute() -> None:
+        raise RuntimeError("operation not permitted when stream is capturing.\nmore")
+
+    for name, stand_in in (
+        ("CUDAGraph", Graph),
+        ("Stream", lambda _: Stream()),
+        ("current_stream", lambda _: Stream()),
+    ):
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    message = r"as a CUDA graph: operation not permitted .* capturing\. Set model\.compile=false\.$"
+    with pytest.raises(UserError, match=message):
+        graphs.record(compute, torch.device("cpu"))
+    assert torch.is_autocast_cache_enabled()
 
 
 def test_what_looks_into_a_pass_sees_an_eager_one(recorded: list[Recorded]):

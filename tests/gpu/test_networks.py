@@ -39,11 +39,13 @@ def policy_of(name: str, dtype: torch.dtype, folder: Path) -> Any:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("compiled", [False, None, True])  # None captures the passes of such small networks
+@pytest.mark.parametrize("compiled", [False, None, True])  # None captures the passes of shapes-sd3
 @pytest.mark.parametrize("name", ["shapes-sd3", "shapes-sd15", "flux", "sdxl"])
 def test_the_first_ratio_is_one(name: str, compiled: bool | None, dtype: torch.dtype, tmp_path: Path):
     if compiled and (dtype != torch.bfloat16 or name == "sdxl"):
         pytest.skip("three families compile here in bfloat16, which takes half a minute each")
+    if compiled is None and name != "shapes-sd3":
+        pytest.skip("is not captured by default")
     policy = policy_of(name, dtype, tmp_path)
     speed_up(policy.module, compiled=compiled)
     condition = policy.encode(["a red circle", "two squares"]).select(torch.arange(4) % 2)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial, wraps
 from typing import Any
 from weakref import ref
 
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
+from visalign.errors import UserError
+
 OWN_FORWARD = "own_forward"
 """Attribute of a network with its own `forward`, where another stands before it."""
 EAGER_PASSES = 2  # Of a kind before its capture: kernels are chosen, and a kind that stays rare costs nothing
@@ -26,7 +29,7 @@ KINDS, LEARNING_KINDS = 16, 4  # Graphs that are kept; those with a gradient hol
 
 
 class CapturedPasses:
-    """Replay the passes of a network on a GPU; those that cannot be captured run eagerly.
+    """Replay the passes of a network on a GPU; those for which there is no memory run eagerly.
 
     A graph reads the weights where they lay at its capture. So a pass of other sizes, with swapped weights or with
     other adapters is of another kind, which has a graph of its own.
@@ -34,7 +37,7 @@ class CapturedPasses:
 
     def __init__(self, network: nn.Module, device_type: str = "cuda") -> None:
         self._network, self._device_type = network, device_type
-        self._capturable = True
+        self._has_memory = True
         self._counts: OrderedDict[Any, int] = OrderedDict()
         self._graphs: dict[bool, OrderedDict[Any, SamplingPass]] = {False: OrderedDict(), True: OrderedDict()}
         self._adapters: Any = None  # Names of the adapters for which `_weights` and `_layers` were looked up
@@ -48,19 +51,20 @@ class CapturedPasses:
             return eager(*args, **kwargs) if graph is None else graph(leaves)
 
         setattr(network, place, forward)
+        network.__dict__["captured_passes"] = self
 
     def _takes(self, leaves: list[Any]) -> bool:
         from torch.distributed.fsdp import FSDPModule
 
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         return (
-            self._capturable
+            self._has_memory
             and all(tensor.device.type == self._device_type for tensor in tensors)
             and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
             and not (self._network.training or isinstance(self._network, FSDPModule))
             # a counter of operations and torch.func see those of an eager pass
             and torch._C._len_torch_dispatch_stack() == 0
-            and torch._C._functorch.peek_interpreter_stack() is None
+            and not torch._C._are_functorch_transforms_active()
         )
 
     def _graph(self, eager: Callable[..., Any], leaves: list[Any], tree: TreeSpec) -> SamplingPass | None:
@@ -81,11 +85,11 @@ class CapturedPasses:
             if count <= EAGER_PASSES:
                 return None
             try:
-                graph = LearningPass(eager, leaves, tree, trained) if trained else SamplingPass(eager, leaves, tree)
-            except RuntimeError as error:
-                self._capturable = False
-                reason = str(error).partition("\n")[0]
-                warnings.warn(f"{type(self._network).__name__} runs without CUDA graphs: {reason}", stacklevel=3)
+                capture = SamplingPass if not trained else partial(LearningPass, self._network, trained)
+                graph = capture(eager, leaves, tree)
+            except torch.OutOfMemoryError:
+                self._has_memory = False
+                warnings.warn("CUDA graphs are off: there is no memory for a captured pass.", stacklevel=3)
                 return None
             graphs[kind] = graph
             if len(graphs) > (LEARNING_KINDS if trained else KINDS):
@@ -95,9 +99,13 @@ class CapturedPasses:
 
     def _kind(self, leaves: list[Any], tree: TreeSpec, trained: int) -> Any:
         """What a graph holds fixed: sizes, constants, weights' places, active adapters, autocast; hashable."""
-        inputs = tuple((leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        inputs = tuple(
+            (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves
+        )
         weights = tuple((weight.data_ptr(), weight.requires_grad if trained else None) for weight in self._weights)
-        layers = tuple((layer.disable_adapters, *layer.active_adapters, *layer.scaling.values()) for layer in self._layers)
+        layers = tuple(
+            (layer.disable_adapters, *layer.active_adapters, *layer.scaling.values()) for layer in self._layers
+        )
         autocast = torch.is_autocast_enabled(self._device_type), torch.get_autocast_dtype(self._device_type)
         kind = str(tree), inputs, weights, layers, autocast, trained
         hash(kind)
@@ -134,22 +142,37 @@ class SamplingPass:
 class LearningPass(SamplingPass):
     """A captured pass and its backward, with memory of their own: activations lie there from one to the other."""
 
-    def __init__(self, eager: Callable[..., Any], leaves: list[Any], tree: TreeSpec, trained: list[Tensor]) -> None:
-        self._trained, self._last = trained, ref(_Replay())
+    _values: list[Any]
+    _tree: TreeSpec
+
+    def __init__(
+        self,
+        network: nn.Module,
+        trained: list[nn.Parameter],
+        eager: Callable[..., Any],
+        leaves: list[Any],
+        tree: TreeSpec,
+    ) -> None:
+        self._network, self._trained, self._last = network, trained, ref(_Replay())
         super().__init__(eager, leaves, tree)
 
     def _capture(self, compute: Callable[[], Any]) -> None:
+        aliases = {weight: nn.Parameter(weight.detach()) for weight in self._trained}
+
         def forward() -> list[Tensor]:
-            self._values, self._tree = tree_flatten(compute())
+            with replaced(self._network, aliases):
+                self._values, self._tree = tree_flatten(compute())
             return self._values
 
         def backward() -> tuple[Tensor | None, ...]:
-            return torch.autograd.grad(self._values, self._trained, self._slopes, allow_unused=True)
+            return torch.autograd.grad(self._values, [*aliases.values()], self._slopes, allow_unused=True)
 
         self._graph, values = record(forward, self._device)
-        self._output, self._slopes = [value.detach() for value in values], [torch.empty_like(value) for value in values]
+        self._output = [value.detach() for value in values]
+        self._slopes = [torch.empty_like(value) for value in values]
         self._backward, gradients = record(backward, self._device, self._graph.pool())
-        self._used = [(w, gradient) for w, gradient in zip(self._trained, gradients, strict=True) if gradient is not None]
+        pairs = zip(self._trained, gradients, strict=True)
+        self._used = [(weight, gradient) for weight, gradient in pairs if gradient is not None]
 
     def is_busy(self) -> bool:
         last = self._last()
@@ -192,6 +215,27 @@ class _Captured(torch.autograd.Function):
         return None, None, *ctx.graph.gradients(ctx.replay, slopes)
 
 
+@contextmanager
+def replaced(network: nn.Module, aliases: Mapping[Any, nn.Parameter]) -> Iterator[None]:
+    """Put aliases in the place of a network's weights inside the block.
+
+    The node that adds up a weight's own gradients may belong to another stream, which may not take part in a capture.
+    """
+    places = [
+        (part, name, weight)
+        for part in network.modules()
+        for name, weight in part.named_parameters(recurse=False)
+        if weight in aliases
+    ]
+    try:
+        for part, name, weight in places:
+            part.register_parameter(name, aliases[weight])
+        yield
+    finally:
+        for part, name, weight in places:
+            part.register_parameter(name, weight)
+
+
 def record(compute: Callable[[], Any], device: torch.device, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Any]:
     """Capture what a function computes, in the memory of an earlier capture; return its result, not yet computed."""
     graph = torch.cuda.CUDAGraph()
@@ -207,6 +251,13 @@ def record(compute: Callable[[], Any], device: torch.device, pool: Any = None) -
                 result = compute()
             finally:
                 graph.capture_end()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # torch's generator and allocator may not recover from it
+        reason = str(error.__context__ or error).partition("\n")[0]
+        raise UserError(
+            f"The network cannot be captured as a CUDA graph: {reason} Set model.compile=false."
+        ) from error
     finally:
         torch.set_autocast_cache_enabled(is_cached)
     current.wait_stream(stream)

@@ -22,6 +22,7 @@ from .graphs import CapturedPasses
 RECOMPILE_LIMIT = 64
 COMPILED_FROM = 100_000_000  # Parameters from which compiling pays by itself: it takes about a minute on a GPU
 CAPTURED_BELOW = 20_000_000  # Parameters: a pass of fewer is launched more slowly than it is computed
+CAPTURED = ("SD3Transformer2DModel",)  # Networks that were captured on a GPU, see tests/gpu/test_graphs.py
 _COMPILED = "compiled_blocks"
 
 
@@ -36,10 +37,11 @@ def speed_up(
     """Change how a network is executed, in place; its function stays the same.
 
     `module` is a network of diffusers with its adapters, or an `nn.ModuleDict` of several. With `compiled`
-    each repeated block is compiled, so that one compilation serves all; None: on a GPU, if the network has
-    100 million parameters or more; the passes of one below 20 million are captured there. `attention` is a backend of diffusers' dispatch (native, flash, sage,
-    xformers, ...), `channels_last` of 2D convolution weights. The decoder of `vae` is compiled with the
-    blocks on a GPU: 6.1 ms for an image of 512² in bfloat16 on an H200, and 12.9 without.
+    each repeated block is compiled, so that one compilation serves all. None: on a GPU, if the network has
+    100 million parameters or more; of an SD3 below 20 million, passes are captured there. `attention` is a
+    backend of diffusers' dispatch (native, flash, sage, xformers, ...), `channels_last` of 2D convolution
+    weights. The decoder of `vae` is compiled with the blocks on a GPU: 6.1 ms for an image of 512² in bfloat16
+    on an H200, and 12.9 without.
     """
     for network in module.values() if isinstance(module, nn.ModuleDict) else [module]:
         if channels_last:
@@ -52,7 +54,7 @@ def speed_up(
             if isinstance(vae, AutoencoderKL) and vae.decoder.conv_in.weight.is_cuda:
                 vae.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
                 CompiledBlocks(vae, [vae.decoder])
-        elif compiled is None and next(network.parameters()).is_cuda and _size(network) < CAPTURED_BELOW:
+        elif compiled is None and attention is None and _capturing_pays(network):
             CapturedPasses(network)
 
 
@@ -114,6 +116,13 @@ def _compiling_pays(network: nn.Module) -> bool:
         warnings.warn("model.compile is off: torch.compile needs Triton and a C compiler (cc) here.", stacklevel=3)
         return False
     return bool(_repeated_blocks(network))
+
+
+def _capturing_pays(network: nn.Module) -> bool:
+    weights = list(network.parameters())
+    plain = all(type(weight.data) is Tensor and weight.is_floating_point() for weight in weights)  # not quantized
+    small = weights[0].is_cuda and _size(network) < CAPTURED_BELOW
+    return small and plain and type(network).__name__ in CAPTURED
 
 
 @contextmanager
