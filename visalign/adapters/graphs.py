@@ -41,8 +41,8 @@ class CapturedPasses:
         self._counts: OrderedDict[Any, int] = OrderedDict()
         self._graphs: dict[bool, OrderedDict[Any, SamplingPass]] = {False: OrderedDict(), True: OrderedDict()}
         self._adapters: Any = None  # Names of the adapters for which `_weights` and `_layers` were looked up
-        place = OWN_FORWARD if hasattr(network, OWN_FORWARD) else "forward"
-        eager: Callable[..., Any] = getattr(network, place)
+        attribute = OWN_FORWARD if hasattr(network, OWN_FORWARD) else "forward"
+        eager: Callable[..., Any] = getattr(network, attribute)
 
         @wraps(eager)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -50,7 +50,7 @@ class CapturedPasses:
             graph = self._graph(eager, leaves, tree) if self._takes(leaves) else None
             return eager(*args, **kwargs) if graph is None else graph(leaves)
 
-        setattr(network, place, forward)
+        setattr(network, attribute, forward)
         network.__dict__["captured_passes"] = self
 
     def _takes(self, leaves: list[Any]) -> bool:
@@ -98,7 +98,7 @@ class CapturedPasses:
         return None if graph.is_busy() else graph
 
     def _kind(self, leaves: list[Any], tree: TreeSpec, trained: int) -> Any:
-        """What a graph holds fixed: sizes, constants, weights' places, active adapters, autocast; hashable."""
+        """Gather what a graph holds fixed: sizes, constants, addresses of weights, active adapters, autocast."""
         inputs = tuple(
             (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves
         )
@@ -133,9 +133,9 @@ class SamplingPass:
         return tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, self._output)
 
     def _replay(self, leaves: list[Any]) -> None:
-        for own, leaf in zip(self._inputs, leaves, strict=True):
-            if isinstance(own, Tensor):
-                own.copy_(leaf)
+        for static, leaf in zip(self._inputs, leaves, strict=True):
+            if isinstance(static, Tensor):
+                static.copy_(leaf)
         self._graph.replay()
 
 
@@ -191,8 +191,8 @@ class LearningPass(SamplingPass):
         """Replay the backward of the last pass; return the gradients of the weights."""
         if self._last() is not replay:
             raise RuntimeError("A captured pass ran again before this second backward. Set model.compile=false.")
-        for own, slope in zip(self._slopes, slopes, strict=True):
-            own.copy_(slope)
+        for static, slope in zip(self._slopes, slopes, strict=True):
+            static.copy_(slope)
         self._backward.replay()
         replay.is_done = True
         return torch._foreach_mul([gradient for _, gradient in self._used], 1.0)  # copies
@@ -221,18 +221,18 @@ def replaced(network: nn.Module, aliases: Mapping[Any, nn.Parameter]) -> Iterato
 
     The node that adds up a weight's own gradients may belong to another stream, which may not take part in a capture.
     """
-    places = [
+    replacements = [
         (part, name, weight)
         for part in network.modules()
         for name, weight in part.named_parameters(recurse=False)
         if weight in aliases
     ]
     try:
-        for part, name, weight in places:
+        for part, name, weight in replacements:
             part.register_parameter(name, aliases[weight])
         yield
     finally:
-        for part, name, weight in places:
+        for part, name, weight in replacements:
             part.register_parameter(name, weight)
 
 
