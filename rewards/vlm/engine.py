@@ -282,7 +282,10 @@ class EngineJudge:
 def check_loading(name: str, options: Mapping[str, Any]) -> None:
     """Refuse options of a judge that `VisionLanguageEngine.from_pretrained` does not know."""
     if unknown := [option for option in options if option not in LOADING]:
-        raise RewardError(f"{name} has no option {', '.join(unknown)}. Its options: {', '.join(LOADING)}.")
+        raise RewardError(
+            f"{name} has no option {', '.join(unknown)}. Beside its own, it takes those of any vision-language judge: "
+            f"{', '.join(LOADING)}."
+        )
 
 
 def _quantization(model: Any) -> dict[str, str]:
