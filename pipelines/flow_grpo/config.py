@@ -76,8 +76,8 @@ class ModelConfig:
     bfloat16) or bitsandbytes_4bit; null: none."""
     compile: bool | None = None
     """Compile the network's repeated blocks (torch.compile): a minute for each size of batch, then half the time.
-    null: on a GPU, of networks of 100 million parameters or more; of an SD3 below 20 million, passes are captured as
-    CUDA graphs. false: neither."""
+    null: on a GPU, compile networks of 100 million parameters or more, and capture passes of an SD3 below 20 million
+    as CUDA graphs unless model.attention is set. false: neither."""
     attention: str | None = None
     """The kernel of attention by diffusers' name, such as native, flash, sage, xformers; null: its own."""
     channels_last: bool = False

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from visalign.adapters.graphs import OWN_FORWARD
+from visalign.adapters.graphs import replaceable_forward
 from visalign.adapters.speed import gradient_mode
 from visalign.interfaces import ForwardCount
 
@@ -53,8 +53,7 @@ class Halves:
         self._samples: int | None = None
         self.apart = True  # Split the halves; False leaves the pipeline's own batch (then both carry gradient)
         for network in networks.values():
-            setattr(network, OWN_FORWARD, network.forward)
-            network.forward = self._before(network)
+            network.forward = self._before(network, replaceable_forward(network))
 
     @contextmanager
     def velocity_of(self, samples: int, guided: bool) -> Iterator[None]:
@@ -65,35 +64,37 @@ class Halves:
         finally:
             self._samples = None
 
-    def _before(self, network: Any) -> Callable[..., Any]:
-        @functools.wraps(network.forward)  # blocks of modular pipelines look for the arguments that it takes
+    def _before(self, network: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)  # blocks of modular pipelines look for the arguments that it takes
         def called(*args: Any, **kwargs: Any) -> Any:
             if self._samples is None:
-                return getattr(network, OWN_FORWARD)(*args, **kwargs)
+                return forward(*args, **kwargs)
             args, kwargs = _cast(args, network.dtype), _cast(kwargs, network.dtype)
             number, self._calls = self._calls, self._calls + 1
             joined = self._guided and self._family.guidance == "concatenated"
             if joined and self.apart:
-                halves = [self._half(network, args, kwargs, half) for half in (0, 1)]
+                halves = [self._half(network, forward, args, kwargs, half) for half in (0, 1)]
                 return tuple(
                     torch.cat(parts) if isinstance(parts[0], Tensor) else [item for part in parts for item in part]
                     for parts in zip(*halves, strict=True)
                 )
             is_null = self._guided and not joined and number == 1
-            return self._counted(network, args, kwargs, 2 if joined else 1, is_null)
+            return self._counted(network, forward, args, kwargs, 2 if joined else 1, is_null)
 
         return called
 
-    def _half(self, network: Any, args: Any, kwargs: Any, half: int) -> Any:
+    def _half(self, network: Any, forward: Callable[..., Any], args: Any, kwargs: Any, half: int) -> Any:
         args, kwargs = self._part(args, half), {n: self._part(v, half, n) for n, v in kwargs.items()}
-        return self._counted(network, args, kwargs, 1, half == self._family.unconditional)
+        return self._counted(network, forward, args, kwargs, 1, half == self._family.unconditional)
 
-    def _counted(self, network: Any, args: Any, kwargs: Any, halves: int, is_null: bool) -> Any:
+    def _counted(
+        self, network: Any, forward: Callable[..., Any], args: Any, kwargs: Any, halves: int, is_null: bool
+    ) -> Any:
         """Run the network, without gradient for the unconditional half, and count its latents."""
         assert self._samples is not None
         learning = torch.is_grad_enabled() and not is_null
         with gradient_mode(network, learning):
-            out = getattr(network, OWN_FORWARD)(*args, **kwargs)
+            out = forward(*args, **kwargs)
         if learning:
             self._count.forward_backward += halves * self._samples
             return out

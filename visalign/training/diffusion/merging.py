@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from visalign.errors import UserError
 from visalign.interfaces import DiffusionPolicy
-from visalign.swapping import lora_disabled, swapped_weights
+from visalign.swapping import lora_disabled
 
 
 def mergeable_adapters(network: nn.Module) -> list[Any]:
@@ -51,13 +51,17 @@ def merged_adapters(layers: list[Any]) -> Iterator[None]:
     dtype, where unmerged products are rounded and then added, so outputs differ by rounding. Inside the block
     there is no reference.
     """
-    weights: list[Tensor] = [layer.get_base_layer().weight for layer in layers]
-    merged = []
-    with torch.no_grad():
-        for layer, weight in zip(layers, weights, strict=True):
-            merged.append((weight.float() + sum(map(layer.get_delta_weight, layer.active_adapters))).to(weight.dtype))
-    with swapped_weights(weights, merged), lora_disabled(layers):
-        yield
+    weights: list[Tensor] = [layer.get_base_layer().weight.data for layer in layers]
+    before = [weight.clone() for weight in weights]
+    try:
+        with torch.no_grad():  # in place, so that captured passes find them
+            for layer, weight in zip(layers, weights, strict=True):
+                weight.copy_(weight.float() + sum(map(layer.get_delta_weight, layer.active_adapters)))
+        with lora_disabled(layers):
+            yield
+    finally:
+        for weight, value in zip(weights, before, strict=True):
+            weight.copy_(value)
 
 
 @contextmanager
