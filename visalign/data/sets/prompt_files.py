@@ -336,7 +336,8 @@ def _check_prompt(
         got = f"the prompt {excerpt(prompt)}" if prompt else got
         raise UserError(
             f'{where} needs a "prompt" that is {CHAT if chat else "text"}, such as {example}; it has {got}. '
-            "data.map={prompt: FIELD}, or --map prompt=FIELD, names another field that holds it."
+            'Call the field that holds it "prompt", or name it: data.map={prompt: FIELD} in a configuration, --map '
+            "prompt=FIELD of commands that have it."
         )
     return result
 
