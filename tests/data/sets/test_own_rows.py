@@ -36,7 +36,7 @@ def test_fields_are_renamed(tmp_path, ending):
     with pytest.raises(UserError, match=message):
         load_prompts(path, names={"prompt": "quest"}, chat=True)
     assert load_prompts(path, chat=True) == records  # GSM8K's rows need no map
-    with pytest.raises(UserError, match=r"data\.map=\{prompt: FIELD\}, or --map prompt=FIELD, names another field"):
+    with pytest.raises(UserError, match=r"data\.map=\{prompt: FIELD\} in a configuration, --map prompt=FIELD"):
         load_prompts(path)
 
 
