@@ -22,7 +22,7 @@ ASCENT_ONLY = ("reward_gradient",)
 
 MONITOR_ONLY = (
     "agreement/*", "recorded/*", "recorded_std/*", "agreement_change/*", "recorded_change/*",
-    "group_std_ratio", "judge_std_ratio/*", "diversity", "diversity_ratio", "discriminator/*",
+    "group_std_ratio", "judge_std_ratio/*", "gradient_ratio", "diversity", "diversity_ratio", "discriminator/*",
 )  # fmt: skip
 """Keys that need a reward of weight 0 or one that learns, or the run's monitor."""
 

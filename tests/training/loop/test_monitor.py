@@ -71,7 +71,7 @@ def test_trends_are_the_latest_iterations_against_the_first():
         {"agreement/a": 0.4, "recorded/a": 4.0, "recorded_std/a": 1.0, "reward_group_std": 1.0},
     ]
     rows = [
-        {**row, "reward_part/b.std": std, "diversity": std / 8}
+        {**row, "reward_part/b.std": std, "diversity": std / 8, "grad_norm": std / 4}
         for row, std in zip(rows, (1.0, 3.0, 5.0, 5.0, 7.0), strict=True)
     ]
     off = MonitorLimits()
@@ -84,6 +84,7 @@ def test_trends_are_the_latest_iterations_against_the_first():
             "group_std_ratio": 0.75 / 3.0,
             "judge_std_ratio/b": 6.0 / 2.0,
             "diversity_ratio": 3.0,
+            "gradient_ratio": 3.0,
         }
     )
     assert said == []
@@ -110,6 +111,16 @@ def test_what_crosses_a_limit_is_said_once_with_both_numbers():
         "with --resume and another monitor.stop.",
     ]
     assert monitor_messages(own)[0].startswith("Stopped: judge_std_ratio/reward is 2, above")
+
+
+def test_a_gradient_that_grows_is_warned_of_by_default():
+    rows = [{"grad_norm": norm} for norm in (0.4, 0.6, 1.9, 2.0, 2.2, 9.0)]
+    assert _followed(rows[:4])[1] == []
+    assert _followed(rows)[1] == ["Warning: gradient_ratio is 4.2, above monitor.warn.gradient_ratio (4)."]
+    _, said, _ = _followed(rows, stop=MonitorLimits(gradient_ratio=10.0))
+    assert said[-1].startswith(
+        "The monitor stops the run: gradient_ratio is 11.2, above monitor.stop.gradient_ratio (10)"
+    )
 
 
 def test_a_reward_that_agrees_with_none_is_said_before_anything_has_changed():

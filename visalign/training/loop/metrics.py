@@ -34,6 +34,7 @@ METRICS: dict[str, str] = {
     "group_std_ratio": "mean of reward_group_std over the latest iterations over that of the first: a reward "
     "that no longer tells a prompt's samples apart",
     "judge_std_ratio/*": "the same for the reward's own standard deviation, reward_part/LABEL.std",
+    "gradient_ratio": "mean of grad_norm over the latest iterations over that of the first",
     "image/*": "means over the images: brightness (luma), saturation, contrast (std of the luma), "
     "high_frequency (share of its energy above half of the Nyquist frequency), all 0 to 1",
     "diversity": "images: mean cosine distance of two of a group in the features of `monitor.features`; "

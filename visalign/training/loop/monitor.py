@@ -24,7 +24,7 @@ from .progress import TrainingProgress
 KEY = "monitor"  # Entry of `Counters.own`, and so of checkpoints, with the monitor's state
 BEST = "best"  # File stem of the best weights in a checkpoint, and their entry in `Counters.own`
 
-UPPER_LIMITS = ("judge_std_ratio", "feature_drift")
+UPPER_LIMITS = ("judge_std_ratio", "gradient_ratio", "feature_drift")
 """Limits that are crossed upwards; the others are crossed downwards."""
 
 
@@ -46,6 +46,8 @@ class MonitorLimits:
     """Least share that is left of the reward's spread within groups, reward_group_std."""
     judge_std_ratio: Finite | None = None
     """Largest ratio of the reward's own standard deviation to that of the first iterations."""
+    gradient_ratio: Finite | None = None
+    """Largest ratio of the gradient's norm, grad_norm, to that of the first iterations: a run that breaks."""
     diversity_ratio: Finite | None = None
     """Least share that is left of the diversity within groups."""
     feature_drift: Finite | None = None
@@ -61,6 +63,7 @@ def default_warnings() -> MonitorLimits:
         heldout_change=-3.0,
         group_std_ratio=0.2,
         judge_std_ratio=2.0,
+        gradient_ratio=4.0,
         diversity_ratio=0.4,
         feature_drift=1.0,
     )
@@ -147,6 +150,7 @@ def trend_of(key: str) -> str:
         return f"judge_std_ratio/{owner}" if label == "std" or owner != label else ""
     trends = {
         "reward_group_std": "group_std_ratio",
+        "grad_norm": "gradient_ratio",
         "diversity": "diversity_ratio",
         "agreement": f"agreement_change/{label}",
         "recorded": f"recorded_change/{label}",
