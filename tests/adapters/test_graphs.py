@@ -190,7 +190,7 @@ def test_without_memory_for_a_graph_passes_run_eagerly_with_a_warning(monkeypatc
     with torch.no_grad():
         for seed in range(EAGER_PASSES):
             velocity(policy, seed)
-        with pytest.warns(UserWarning, match="CUDA graphs are off: there is no memory for a captured pass"):
+        with pytest.warns(UserWarning, match="There is no memory for more CUDA graphs"):
             assert torch.equal(velocity(policy, 3), velocity(eager, 3))
         assert torch.equal(velocity(policy, 4), velocity(eager, 4))
 
@@ -229,17 +229,23 @@ def test_what_looks_into_a_pass_sees_an_eager_one(recorded: list[Recorded]):
     assert [graph.replays for graph in recorded] == [1]
 
 
-def test_rare_kinds_are_not_captured_and_old_ones_are_dropped(recorded: list[Recorded]):
+def test_rare_kinds_are_not_captured_and_beyond_the_last_graph_passes_run_eagerly(recorded: list[Recorded]):
     policy = policy_of()
     with torch.no_grad():
         for count in range(1, GRAPHS + 3):
             for seed in range(EAGER_PASSES):
                 velocity(policy, seed, count)
         assert not recorded
-        for count in range(1, GRAPHS + 3):
-            velocity(policy, 0, count)
-        assert len(recorded) == GRAPHS + 2
+        for _ in range(2):
+            for count in range(1, GRAPHS + 3):
+                velocity(policy, 0, count)
+    assert [graph.replays for graph in recorded] == [2] * GRAPHS
+
+
+def test_the_reference_with_gradients_enabled_is_captured_without(recorded: list[Recorded]):
+    policy, eager = policy_of(), policy_of(captured=False)
+    with policy.reference(), eager.reference():
         for seed in range(EAGER_PASSES + 1):
-            velocity(policy, seed, GRAPHS + 2)
-            velocity(policy, seed, 1)  # dropped, so it is captured anew, but not at once
-    assert [graph.replays for graph in recorded] == [1] * (GRAPHS + 1) + [EAGER_PASSES + 2, 1]
+            output = velocity(policy, seed)
+            assert torch.equal(output, velocity(eager, seed)) and not output.requires_grad
+    assert [graph.replays for graph in recorded] == [1]

@@ -23,8 +23,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unfl
 from visalign.errors import UserError
 
 EAGER_PASSES = 2  # Of a kind before its capture: kernels are chosen, and a kind that stays rare costs nothing
-GRAPHS = 16  # Graphs that are kept of passes without gradient
-LEARNING_GRAPHS = 8  # Graphs that are kept of passes with gradient, each with its activations
+GRAPHS = 16  # Graphs of passes without gradient, at most
+LEARNING_GRAPHS = 8  # Graphs of passes with gradient, each with its activations
 _OWN_FORWARD = "own_forward"
 
 
@@ -47,13 +47,14 @@ class CapturedPasses:
 
     A graph reads the weights where they lay at its capture. So a pass of other sizes, with swapped weights or with
     other adapters has a graph of its own. A copy of the network (`copy.deepcopy`) would run this one's weights.
+    Graphs stay: the first one has the workspace of cuBLAS that the others read too.
     """
 
     def __init__(self, network: nn.Module, device_type: str = "cuda") -> None:
         self._network, self._device_type = network, device_type
         self._has_memory, self._stream, self._pool = True, None, None
         self._counts: OrderedDict[Any, int] = OrderedDict()
-        self._graphs: dict[bool, OrderedDict[Any, Any]] = {False: OrderedDict(), True: OrderedDict()}
+        self._graphs: dict[bool, dict[Any, Any]] = {False: {}, True: {}}
         self._adapters: Any = None  # Names of the adapters for which `_weights` and `_layers` were looked up
         attribute = _OWN_FORWARD if _OWN_FORWARD in vars(network) else "forward"
         eager: Callable[..., Any] = getattr(network, attribute)
@@ -72,8 +73,7 @@ class CapturedPasses:
 
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         return (
-            self._has_memory
-            and all(tensor.device.type == self._device_type for tensor in tensors)
+            all(tensor.device.type == self._device_type for tensor in tensors)
             and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
             and not (self._network.training or isinstance(self._network, FSDPModule))
             # a counter of operations and torch.func see those of an eager pass
@@ -86,7 +86,9 @@ class CapturedPasses:
         if (names := tuple(getattr(self._network, "peft_config", ()))) != self._adapters:
             self._adapters, self._weights = names, list(self._network.parameters())
             self._layers = [part for part in self._network.modules() if isinstance(part, LoraLayer)]
-        trained = [weight for weight in self._weights if weight.requires_grad] if torch.is_grad_enabled() else []
+        is_reference = len(self._layers) > 0 and all(layer.disable_adapters for layer in self._layers)
+        is_learning = torch.is_grad_enabled() and not is_reference
+        trained = [weight for weight in self._weights if weight.requires_grad] if is_learning else []
         graphs, key = self._graphs[bool(trained)], self._key(leaves, tree)
         try:
             graph = graphs.get(key)
@@ -96,20 +98,23 @@ class CapturedPasses:
             count = self._counts[key] = self._counts.pop(key, 0) + 1
             if len(self._counts) > 4 * GRAPHS:
                 self._counts.popitem(last=False)
-            if count <= EAGER_PASSES:
+            is_full = len(graphs) >= (LEARNING_GRAPHS if trained else GRAPHS)
+            if count <= EAGER_PASSES or is_full or not self._has_memory or (trained and not self._has_room()):
                 return None
             try:
                 graph = graphs[key] = self._capture(eager, leaves, tree, trained)
             except torch.OutOfMemoryError:
                 self._has_memory = False
-                self._graphs = {False: OrderedDict(), True: OrderedDict()}
-                warnings.warn("CUDA graphs are off: there is no memory for a captured pass.", stacklevel=3)
+                warnings.warn("There is no memory for more CUDA graphs: other passes run eagerly.", stacklevel=3)
                 return None
-            if len(graphs) > (LEARNING_GRAPHS if trained else GRAPHS):
-                dropped, _ = graphs.popitem(last=False)
-                self._counts.pop(dropped, None)
-        graphs.move_to_end(key)
         return None if graph.is_busy() else graph
+
+    def _has_room(self) -> bool:
+        """Return True if passes so far left half of the memory free, as a graph keeps its activations."""
+        if self._device_type != "cuda":
+            return True
+        device = self._weights[0].device
+        return torch.cuda.max_memory_allocated(device) < torch.cuda.mem_get_info(device)[1] / 2
 
     def _key(self, leaves: list[Any], tree: TreeSpec) -> Any:
         """Gather what a graph holds fixed: sizes, constants, addresses of weights, active adapters, autocast."""

@@ -121,7 +121,7 @@ def _compiling_pays(network: nn.Module) -> bool:
 def _capturing_pays(network: nn.Module) -> bool:
     weights = list(network.parameters())
     plain = all(type(weight.data) is Tensor and weight.is_floating_point() for weight in weights)  # not quantized
-    small = weights[0].is_cuda and _size(network) < CAPTURED_BELOW
+    small = weights[0].is_cuda and torch.version.hip is None and _size(network) < CAPTURED_BELOW
     recomputes = getattr(network, "is_gradient_checkpointing", False)
     return small and plain and not recomputes and type(network).__name__ in CAPTURED
 
