@@ -107,7 +107,7 @@ class CapturedPasses:
                 self._has_memory = False
                 warnings.warn("There is no memory for more CUDA graphs: other passes run eagerly.", stacklevel=3)
                 return None
-        return None if graph.is_busy() else graph
+        return None if trained and graph.awaits_backward() else graph
 
     def _has_room(self) -> bool:
         """Return True if passes so far left half of the memory free, as a graph keeps its activations."""
@@ -148,10 +148,6 @@ class SamplingPass:
     def __init__(self, graph: Any, inputs: list[Any], output: Any) -> None:
         self._graph, self._inputs, self._output = graph, inputs, output
 
-    def is_busy(self) -> bool:
-        """Return False: the next replay may overwrite what this one left."""
-        return False
-
     def __call__(self, leaves: list[Any]) -> Any:
         replay(self._graph, self._inputs, leaves)
         return tree_map_only(Tensor, Tensor.clone, self._output)
@@ -173,7 +169,7 @@ class LearningPass:
         self._tree: Any = None
 
         def forward() -> list[Tensor]:
-            with replaced(network, aliases):
+            with aliased_weights(network, aliases):
                 self._values, self._tree = tree_flatten(compute())
             return self._values
 
@@ -189,8 +185,8 @@ class LearningPass:
         pairs = [pair for pair in zip(trained, gradients, strict=True) if pair[1] is not None]
         self._used, self._gradients = [weight for weight, _ in pairs], [gradient for _, gradient in pairs]
 
-    def is_busy(self) -> bool:
-        """Return True while a backward is to come that needs what the last replay left."""
+    def awaits_backward(self) -> bool:
+        """Return True while a backward is to come that needs the activations of the last replay."""
         last = self._last()
         return last is not None and not last.is_used
 
@@ -230,7 +226,7 @@ class _Function(torch.autograd.Function):
 
 
 @contextmanager
-def replaced(network: nn.Module, aliases: Mapping[Any, nn.Parameter]) -> Iterator[None]:
+def aliased_weights(network: nn.Module, aliases: Mapping[Any, nn.Parameter]) -> Iterator[None]:
     """Put aliases in the place of a network's weights inside the block.
 
     The node that adds up a weight's own gradients may belong to another stream, which may not take part in a capture.

@@ -104,13 +104,13 @@ def _repeated_blocks(network: nn.Module) -> list[nn.Module]:
     return [part for part in network.modules() if type(part).__name__ in names]
 
 
-def _size(network: nn.Module) -> int:
+def _parameter_count(network: nn.Module) -> int:
     return sum(weight.numel() for weight in network.parameters())
 
 
 def _compiling_pays(network: nn.Module) -> bool:
     """Return True on a GPU for a large network of known blocks, where torch has a compiler."""
-    if not next(network.parameters()).is_cuda or _size(network) < COMPILED_FROM:
+    if not next(network.parameters()).is_cuda or _parameter_count(network) < COMPILED_FROM:
         return False
     if not (has_triton() and any(shutil.which(name) for name in ("cc", "gcc", "clang"))):
         warnings.warn("model.compile is off: torch.compile needs Triton and a C compiler (cc) here.", stacklevel=3)
@@ -119,11 +119,12 @@ def _compiling_pays(network: nn.Module) -> bool:
 
 
 def _capturing_pays(network: nn.Module) -> bool:
+    """Return True on an NVIDIA GPU for a small network of a known class, neither quantized nor recomputed."""
     weights = list(network.parameters())
-    plain = all(type(weight.data) is Tensor and weight.is_floating_point() for weight in weights)  # not quantized
-    small = weights[0].is_cuda and torch.version.hip is None and _size(network) < CAPTURED_BELOW
-    recomputes = getattr(network, "is_gradient_checkpointing", False)
-    return small and plain and not recomputes and type(network).__name__ in CAPTURED
+    is_quantized = any(type(weight.data) is not Tensor or not weight.is_floating_point() for weight in weights)
+    is_small = weights[0].is_cuda and torch.version.hip is None and _parameter_count(network) < CAPTURED_BELOW
+    is_recomputed = getattr(network, "is_gradient_checkpointing", False)
+    return is_small and not is_quantized and not is_recomputed and type(network).__name__ in CAPTURED
 
 
 @contextmanager
