@@ -17,6 +17,7 @@ from visalign.interfaces import Metadata, Prompt, RewardCapabilities, Scores
 from visalign.rewards.base.contract import RewardError, check_choices, check_counts, check_rules
 from visalign.rewards.text.contract import TextVerdict, after_marker, read_text_request, shortened, text_scores
 from visalign.rewards.text.parsing import extract_code, has_fence
+from visalign.text.calculator import parse_python
 
 from .sandbox import NoSandbox, Run, SandboxLimits, bubblewrap_problem, run_bubblewrap, run_server
 
@@ -176,13 +177,11 @@ class CodeTests:
         tests, source = read_tests(tests), f"{setup}\n{code}" if setup else code
         inside = iter(self._run_inside(source, [test for test in tests if "stdin" not in test]))
         results = [self._run_program(source, test) if "stdin" in test else next(inside) for test in tests]
-        if setup and not all(result.passed for result in results):
-            with suppress(SyntaxError):  # of the head of a function whose body is the code
-                ast.parse(setup)
-                setup_run = self._execute(f"{setup}\nprint({_END!r})", "")
-                if _END not in setup_run.stdout:
-                    last = setup_run.stderr.strip().rpartition("\n")[2] or "it did not reach its end"
-                    raise RewardError(f"the code in {self._setup_field!r} cannot run: {shortened(last)}")
+        if setup and not all(result.passed for result in results) and not _is_open(setup):
+            setup_run = self._execute(f"{setup}\nprint({_END!r})", "")
+            if _END not in setup_run.stdout:
+                last = setup_run.stderr.strip().rpartition("\n")[2] or "it did not reach its end"
+                raise RewardError(f"the code in {self._setup_field!r} cannot run: {shortened(last)}")
         return results
 
     def _run_inside(self, source: str, tests: list[dict[str, Any]]) -> list[Outcome]:
@@ -210,7 +209,7 @@ class CodeTests:
         passed = False
         if len(text) <= _LONGEST_VALUE:  # hostile values: too deep, too large, or no literals
             with suppress(ValueError, TypeError, SyntaxError, ArithmeticError, MemoryError, RecursionError):
-                value = ast.literal_eval(_Numbers().visit(ast.parse(text, mode="eval")))
+                value = ast.literal_eval(_Numbers().visit(parse_python(text, mode="eval")))
                 is_call, expected = "call" in test, test["expected"]
                 passed = is_close(value, expected, self._tolerance) if is_call else bool(value == expected)
         return Outcome(passed, "" if passed else f"it returned {shortened(text)}")
@@ -281,8 +280,8 @@ def _read_test(test: Any) -> dict[str, Any]:
             return dict(test)
         case {"assert": str(source)} if len(test) == 1:
             try:
-                return _as_comparison(ast.parse(source)) or dict(test)
-            except (SyntaxError, ValueError, RecursionError) as error:
+                return _as_comparison(parse_python(source)) or dict(test)
+            except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
                 raise UnreadableTests(f"{shortened(source)} is not Python ({error})") from error
         case {"call": str(), "expected": _} | {"eval": str(), "expected": _}:
             call = {"args": [], "kwargs": {}, **test}
@@ -292,6 +291,17 @@ def _read_test(test: Any) -> dict[str, Any]:
                     json.dumps([call["args"], call["kwargs"]])  # as they go into the sandbox
                     return call
     raise UnreadableTests(f"{shortened(test)} is not a test; a test is {TEST_FORMS}")
+
+
+def _is_open(setup: str) -> bool:
+    """Return True for source that needs more to run, such as the head of a function."""
+    try:
+        parse_python(setup)
+    except SyntaxError:
+        return True
+    except (ValueError, RecursionError, MemoryError):
+        return False
+    return False
 
 
 def _as_comparison(tree: ast.Module) -> dict[str, Any] | None:

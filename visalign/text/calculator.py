@@ -8,6 +8,7 @@ import operator
 import re
 from collections.abc import Callable
 from fractions import Fraction
+from threading import Lock
 from typing import Any
 
 _SIGNS: dict[type, Callable[[Any, Any], Any]] = {
@@ -22,6 +23,7 @@ _EXPRESSION = re.compile(r"[\d\s()+\-*/%.]+$")
 _CONTINUES = re.compile(r"[\w,]$|[×÷^√]\s*$")
 """Text before an expression that is part of a larger one: 1,000 + 5, or x-3 + 4."""
 LONGEST = 200  # Most characters of an expression
+_PARSING = Lock()
 
 
 def calculator(text: str) -> str | None:
@@ -40,7 +42,7 @@ def calculator(text: str) -> str | None:
         return None
     for start in re.finditer(r"[\d(\-]", expression):
         try:
-            tree = ast.parse(expression[start.start() :].strip(), mode="eval").body
+            tree = parse_python(expression[start.start() :].strip(), mode="eval").body
             if not isinstance(tree, ast.BinOp):
                 return None
             value = _value(tree)
@@ -52,6 +54,15 @@ def calculator(text: str) -> str | None:
             return None  # a part of 2 ** 3 + 4, say 3 + 4, must not be evaluated
         return str(value) if value.denominator == 1 else f"{float(value):.6g}"
     return None
+
+
+def parse_python(source: str, mode: str = "exec") -> Any:
+    """Parse Python source as `ast.parse` does, one thread at a time.
+
+    Before CPython 3.12, threads share its count of the depth, and parsing ends in a SystemError now and then.
+    """
+    with _PARSING:
+        return ast.parse(source, mode=mode)
 
 
 def _value(node: ast.expr) -> Fraction:

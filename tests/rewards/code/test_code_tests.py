@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import re
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -138,7 +141,7 @@ def test_tests_that_cannot_be_read_are_no_score(tests, monkeypatch):
 
 
 @BUBBLEWRAP
-@pytest.mark.parametrize("setup", ["import no_such_module", "import os\nos._exit(0)"])
+@pytest.mark.parametrize("setup", ["import no_such_module", "import os\nos._exit(0)", f"x = {'-' * 5000}1"])
 @pytest.mark.parametrize("test", ["assert f() == 1", {"stdin": "", "stdout": "1"}])
 def test_a_setup_that_cannot_run_is_no_score_of_the_code(setup, test):
     reward = CodeTests(setup_field="setup", limits=QUICK)
@@ -157,6 +160,25 @@ def test_a_setup_comes_first_and_may_be_the_head_of_a_function():
     ]
     texts = ["```python\nx = sqrt(4)\n```", "```python\n    return x + 1\n```"]
     assert reward.score(texts, ["?"] * 2, records).value.tolist() == [1, 1]
+
+
+def test_threads_may_read_tests_at_once():
+    """CPython 3.11 counts the depth of all its threads together: without a lock some of these calls fail."""
+    test = "assert f(" + "+".join(["g(1, [2, 3])"] * 40) + ") == 4"
+    threshold = gc.get_threshold()
+
+    def switch(*_: object) -> None:
+        time.sleep(1e-5)
+
+    gc.callbacks.append(switch)
+    gc.set_threshold(50)
+    try:
+        for _ in range(20):
+            with ThreadPoolExecutor(4) as pool:
+                assert all(test["expected"] == 4 for [test] in pool.map(read_tests, [[test]] * 8))
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(switch)
 
 
 LIAR = "class E:\n    __eq__ = lambda *_: True\n    __repr__ = lambda _: '4'\n"
