@@ -109,10 +109,10 @@ def model_side(
                 policy,
                 records=records[part.start // len(seeds) : part.stop // len(seeds)],
                 seeds=seeds,
-                sigmas=policy.sigmas(settings.steps or 0, timestep_schedule=settings.timestep_schedule),
+                sigmas=settings.sigmas(policy),
                 batch_size=settings.batch_size,
                 max_images=0,
-                solver=settings.solver,
+                solver=settings.solver or "euler",
                 on_images=save,
                 **scoring,
             )

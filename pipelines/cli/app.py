@@ -83,9 +83,14 @@ def _options(
 
 
 @command(TRAIN, "quickstart --output runs/first")
-def quickstart(output: Output = None, seed: Annotated[int, Option(help="Random seed.")] = 0) -> None:
+def quickstart(
+    overrides: opt.Overrides = None,
+    output: Output = None,
+    seed: Annotated[int, Option(help="Random seed.")] = 0,
+) -> None:
     """Improve the packaged text-to-image model in a few minutes on a CPU, and show what changed."""
-    _train("shapes_quickstart", [f"seed={seed}"], output, next_command=["visalign", "train", "shapes_flow_grpo"])
+    changes = [f"seed={seed}", *(overrides or [])]
+    _train("shapes_quickstart", changes, output, next_command=["visalign", "train", "shapes_flow_grpo"])
 
 
 @command(TRAIN, "train shapes_flow_grpo optimizer.lr=1e-3 --output runs/flow")

@@ -32,10 +32,16 @@ def sample(
     steps: Annotated[
         int | None, Option(help="Denoising steps. Default: a run's own, else the pipeline's.", min=1, max=10_000)
     ] = None,
-    solver: Annotated[str, Option(help="Solver: euler, or the second-order dpmpp_2m for 10 steps or more.")] = "euler",
+    solver: Annotated[
+        str | None,
+        Option(
+            help="Solver: euler, or the second-order dpmpp_2m for 10 steps or more. Default: a run's own, else euler."
+        ),
+    ] = None,
     timestep_schedule: Annotated[
-        str, Option(help="Noise levels of the steps: diffusers (the pipeline's), or plain as in the training.")
-    ] = "diffusers",
+        str | None,
+        Option(help="Noise levels: diffusers (the pipeline's) or plain. Default: a run's own, else diffusers."),
+    ] = None,
     reward: Annotated[
         Repeated, Option("--reward", "-r", help="Reward that scores the images; repeat for several.")
     ] = None,

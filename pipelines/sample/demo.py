@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ def build_demo(settings: SampleSettings) -> Any:
     if edits_of(source, settings.adapter) == "needed":
         raise UserError(f"{settings.model} edits images, and the demo has prompts alone. Use visalign sample.")
     settings = settings.with_own_sampling()
+    solver = settings.solver or "euler"
     policy: Any = load_sampler(settings)
     say_places({settings.model: place_of(policy)})
     layers = [module for module in policy.module.modules() if isinstance(module, LoraLayer)]
@@ -42,9 +44,9 @@ def build_demo(settings: SampleSettings) -> Any:
             raise gradio.Error("Write a prompt.")
         for layer, scale in zip(layers, scales, strict=True):
             layer.scaling[ADAPTER] = strength * scale
-        sigmas = policy.sigmas(int(steps), timestep_schedule=settings.timestep_schedule)
+        sigmas = replace(settings, steps=int(steps)).sigmas(policy)
         seeds = [sample_seed("sample", *record_key({"prompt": prompt}), int(seed), 0)]
-        latents = rollout(policy, policy.encode([prompt]), sigmas=sigmas, seeds=seeds, solver=settings.solver).latents
+        latents = rollout(policy, policy.encode([prompt]), sigmas=sigmas, seeds=seeds, solver=solver).latents
         return to_pil(middle_frames(decode_images(policy, latents, clips=True))[0])
 
     inputs = [

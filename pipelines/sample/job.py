@@ -71,9 +71,11 @@ class SampleSettings:
     steps: Steps | None = None
     """Denoising steps; without noise on the way where nothing is resampled. None: those of the evaluation of the
     run that made the weights, else the default of the pipeline's call, 10 of packaged models."""
-    solver: Solver = "euler"
-    """Solver of the steps without noise, "euler" or "dpmpp_2m"; steering and searches take Euler steps."""
-    timestep_schedule: Literal["diffusers", "plain"] = "diffusers"  # See `rollout.timestep_schedule`
+    solver: Solver | None = None
+    """Solver of the steps without noise, "euler" or "dpmpp_2m"; steering and searches take Euler steps.
+    None: that of the evaluation of the run that made the weights, else "euler"."""
+    timestep_schedule: Literal["diffusers", "plain"] | None = None
+    """See `rollout.timestep_schedule`. None: that of the run that made the weights, else "diffusers"."""
     batch_size: Count = 16  # Images at once; memory only
     dtype: Dtype | None = None  # Dtype of the weights; None: as they are stored, see `own_sampling`
     device: str = "cpu"  # Device of model and samples
@@ -82,23 +84,32 @@ class SampleSettings:
     default of the pipeline's call, none of packaged models; None: as `model.guidance` null in training)."""
 
     def with_own_sampling(self) -> SampleSettings:
-        """Fill in steps, guidance and size of the evaluation of the weights' run, else of the model; and its dtype."""
+        """Fill in what the settings leave open: as the weights' run evaluated, else as the model is used by itself."""
         from visalign.adapters.catalogue import own_sampling
 
         files = {name: self.options[name] for name in ("variant", "config") if name in self.options}
         own = own_sampling(self.model, self.adapter, self.device, **files)
-        steps, trained = self._as_evaluated()
-        words = [] if steps is None or self.steps else [f"{steps} steps"]
+        drawing, trained = self._as_evaluated()
+        if self.resample_after or self.search is not None:
+            drawing.pop("solver", None)
+        default: dict[str, Any] = {"steps": own.steps, "solver": "euler", "timestep_schedule": "diffusers"}
+        drawing = {name: value for name, value in drawing.items() if value and getattr(self, name) is None}
+        words = [f"{name} {value}" for name, value in drawing.items() if name == "steps" or value != default[name]]
         words += [f"{name} {value or 'none'}" for name, value in trained.items() if name not in self.options]
         if words and os.environ.get("RANK", "0") == "0":
             line = f"Sampling as the weights' run evaluated: {', '.join(words)}. --steps and --option change it."
             print(line, file=sys.stderr)
         guidance = {} if own.guidance is None else {"guidance": own.guidance}
+        drawing = {name: getattr(self, name) or value for name, value in {**default, **drawing}.items()}
         options = {**guidance, **trained, **self.options}
-        return replace(self, steps=self.steps or steps or own.steps, dtype=self.dtype or own.dtype, options=options)
+        return replace(self, **drawing, dtype=self.dtype or own.dtype, options=options)
 
-    def _as_evaluated(self) -> tuple[int | None, dict[str, Any]]:
-        """Read (steps, options) of the evaluation of the last LoRA's run, else the model's; (None, {}) without."""
+    def sigmas(self, policy: DiffusionPolicy) -> Tensor:
+        """Return the noise levels [steps + 1] of the policy."""
+        return policy.sigmas(self.steps or 0, timestep_schedule=self.timestep_schedule or "diffusers")
+
+    def _as_evaluated(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Read (settings, options) of the evaluation of the last LoRA's run, else the model's; ({}, {}) without."""
         for path in [*(parse_lora(name)[0] for name in reversed(self.lora)), Path(self.model)]:
             file = (path.parent if path.is_file() else path) / CONFIG
             content: Mapping[str, Any] = {}
@@ -117,11 +128,13 @@ class SampleSettings:
                     options = {}
                 else:
                     steps = steps or rollout.get("steps")
+                levels = rollout.get("timestep_schedule")
+                drawing = {"steps": steps, "solver": evaluation.get("solver"), "timestep_schedule": levels}
                 more = {**dict(model.get("options") or {}), **model}
                 names = ("image_size", "negative_prompt", "num_frames", "call")
                 options |= {name: more[name] for name in names if more.get(name) is not None}
-                return steps, options
-        return None, {}
+                return drawing, options
+        return {}, {}
 
     def _guides(self, base: str) -> bool:
         """Return True if the call of the pipeline guides by itself; `base` is the model that the run began with."""
@@ -147,7 +160,7 @@ class SampleSettings:
         sides = size if isinstance(size, list | tuple) else [size, size]
         if len(sides) != 2 or not all(isinstance(side, int) for side in sides):
             yield f"image_size is {size!r}; give one number or [height, width]."
-        if self.solver != "euler" and (after or self.search is not None):
+        if self.solver not in (None, "euler") and (after or self.search is not None):
             option = "--steer" if after else "--search"
             yield f"--solver is {self.solver}, and {option} takes Euler steps. Leave one of the two out."
         if after and (after != sorted(set(after)) or not 0 <= after[0] <= after[-1] <= last):
@@ -220,11 +233,10 @@ def sample_images(
     settings = settings.with_own_sampling()
     policy = load_sampler(settings)
     say_places({settings.model: place_of(policy)})
-    sigmas = policy.sigmas(settings.steps or 0, timestep_schedule=settings.timestep_schedule)
     output.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     thumbnails: list[Image.Image] = []
-    for row, sample in _Sampler(policy, settings, sigmas).draw(records, rewards):
+    for row, sample in _Sampler(policy, settings, settings.sigmas(policy)).draw(records, rewards):
         number = len(rows) // len(settings.seeds)
         name, image = f"{number:04d}_{row['seed']}", to_pil(middle_frames(sample[None])[0])
         files = {"image": f"{name}.png"}
@@ -374,7 +386,7 @@ class _Sampler:
             common |= {"paths": settings.best_of} if isinstance(settings.search, PathSearch) else {}
             return settings.search(self.policy, condition, lambda images: judge(images)[1], **common)
         if not settings.resample_after:
-            return rollout(self.policy, condition, solver=settings.solver, **common).latents
+            return rollout(self.policy, condition, solver=settings.solver or "euler", **common).latents
         common |= {"particles": settings.best_of, "resample_after": settings.resample_after}
         common |= {"strength": settings.strength, "noise_level": settings.noise_level}
         return steered_rollout(self.policy, condition, lambda images: judge(images)[1], **common)

@@ -259,6 +259,7 @@ def sample_settings(config: UGDAConfig, lora: Path | None) -> SampleSettings:
         lora=[] if lora is None else [lora],
         seeds=range(config.labels.images),
         steps=policy.rollout.steps,
+        solver=policy.rollout.solver,
         timestep_schedule=policy.rollout.timestep_schedule,
         batch_size=policy.with_batches().rollout.batch_size,
         dtype=policy.model.dtype,

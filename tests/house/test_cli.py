@@ -163,10 +163,10 @@ def test_train_runs_the_configuration_with_its_overrides(toy: Toy) -> None:
 
 
 def test_quickstart_writes_to_a_dated_folder_and_names_the_next_command(toy: Toy) -> None:
-    result = visalign("quickstart", "--seed", "4")
+    result = visalign("quickstart", "steps=6", "--seed", "4")
     assert result.exit_code == 0, result.output
     [(config, output, resume)] = toy.calls
-    assert config == ToyConfig(seed=4, steps=5) and not resume
+    assert config == ToyConfig(seed=4, steps=6) and not resume
     assert output.parent == Path("runs") and output.match("shapes_quickstart-????????-??????")
     assert "visalign train shapes_flow_grpo" in result.stdout
 

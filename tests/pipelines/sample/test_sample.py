@@ -111,9 +111,11 @@ def test_what_is_left_out_is_the_pipelines_own(folder, tmp_path, monkeypatch, na
 )
 def test_a_result_is_sampled_as_its_run_evaluated(folder, tmp_path, capsys, monkeypatch, pipeline, model, sampling):
     content = {"pipeline": pipeline, "model": model, "rollout": {"steps": 3}, "evaluation": {"steps": 5}}
+    content["rollout"] |= {"timestep_schedule": "plain"}
+    content["evaluation"] |= {"solver": "dpmpp_2m"}
     if pipeline == "sft_images":
         content["data"] = {"images": "photos"}
-        content["evaluation"] = None if "path" in model else {"steps": 5, "guidance": 6.0}
+        content["evaluation"] = None if "path" in model else {**content["evaluation"], "guidance": 6.0}
     (lora := tmp_path / "run" / "lora").mkdir(parents=True)
     (lora / "config.yaml").write_text(yaml.safe_dump(content))
     (tmp_path / "config.yaml").write_text("[")  # beside another LoRA's file; nothing that can be read
@@ -124,7 +126,13 @@ def test_a_result_is_sampled_as_its_run_evaluated(folder, tmp_path, capsys, monk
         own = job.SampleSettings(**settings).with_own_sampling()
         assert (own.steps, own.options.get("guidance"), own.options.get("image_size")) == sampling
         assert own.with_own_sampling() == own
-    assert ("as the weights' run evaluated: 5 steps" in capsys.readouterr().err) == (sampling[0] == 5)
+        is_read = pipeline not in ("text_grpo", None) and isinstance(model, dict)
+        assert own.timestep_schedule == ("plain" if is_read else "diffusers")
+        assert own.solver == ("dpmpp_2m" if sampling[0] == 5 else "euler")
+        steered = job.SampleSettings(**settings, best_of=2, resample_after=[0])
+        assert steered.with_own_sampling().solver == "euler"
+    said = "as the weights' run evaluated: steps 5, solver dpmpp_2m, timestep_schedule plain"
+    assert (said in capsys.readouterr().err) == (sampling[0] == 5)
     monkeypatch.chdir(lora)  # no folder of the packaged model
     assert job.SampleSettings(model="shapes-sd3").with_own_sampling().options == {}
     given = job.SampleSettings(**settings, steps=2, options={"guidance": 2.0}).with_own_sampling()
