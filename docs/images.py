@@ -81,8 +81,8 @@ def capture(browser: Browser, page: Path, section: str, to: Path) -> None:
     """Capture a page from one of its sections on, as a small WebP."""
     browser.open(page.resolve(strict=True), width=WIDTH, height=HEIGHT, dark=False)
     browser.value(LOADED)
-    place = f"document.getElementById('{section}').getBoundingClientRect().top" if section else "0"
-    top = int(browser.value(place))
+    script = f"document.getElementById('{section}').getBoundingClientRect().top" if section else "0"
+    top = int(browser.value(script))
     with tempfile.TemporaryDirectory() as folder:
         browser.image(Path(folder) / "page.png")
         with Image.open(Path(folder) / "page.png") as image:
@@ -93,8 +93,8 @@ def capture(browser: Browser, page: Path, section: str, to: Path) -> None:
 def save(image: Image.Image, to: Path) -> None:
     """Write a small WebP."""
     to.parent.mkdir(exist_ok=True)
-    shown = image.convert("RGB").resize((SHOWN, SHOWN * image.height // image.width))
-    shown.save(to, quality=70, method=6)
+    resized = image.convert("RGB").resize((SHOWN, SHOWN * image.height // image.width))
+    resized.save(to, quality=70, method=6)
 
 
 def before_after(browser: Browser, run: Path, to: Path) -> None:
@@ -129,12 +129,12 @@ def voting(browser: Browser) -> None:
     for name, care in (("Ada", 3.0), ("Bob", 1.5), ("Eve", 0.0)):
         store.join(name)
         for _ in range(120):
-            shown = store.next(name)
-            assert shown is not None
-            gap = float(shown.task.extra["utility_left"]) - float(shown.task.extra["utility_right"])
-            left = draws.random() < 1 / (1 + math.exp(-care * gap * (-1 if shown.swapped else 1)))
+            pair = store.next(name)
+            assert pair is not None
+            gap = float(pair.task.extra["utility_left"]) - float(pair.task.extra["utility_right"])
+            left = draws.random() < 1 / (1 + math.exp(-care * gap * (-1 if pair.swapped else 1)))
             answer = {"choice": "left" if left else "right"}
-            store.vote(name, shown.assignment, answer, client=str(shown.assignment), seconds=draws.expovariate(0.3))
+            store.vote(name, pair.assignment, answer, client=str(pair.assignment), seconds=draws.expovariate(0.3))
     with serving(vote_server(store)) as url:
         browser.call(
             "Emulation.setDeviceMetricsOverride",
@@ -150,25 +150,25 @@ def voting(browser: Browser) -> None:
             time.sleep(0.1)
         browser.press("ArrowLeft", 37)
         browser.value("document.querySelectorAll('.add')[1].click()")
-        found = browser.call("Page.captureScreenshot", captureBeyondViewport=False)
+        screenshot = browser.call("Page.captureScreenshot", captureBeyondViewport=False)
     store.close()
-    Path("collect.png").write_bytes(base64.b64decode(found["data"]))
+    Path("collect.png").write_bytes(base64.b64decode(screenshot["data"]))
 
 
 def main() -> None:
-    """Make what is asked for."""
+    """Make the requested images."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", choices=[[], *PAGES], help="all where none is named")
     parser.add_argument("--runs", type=Path, default=None, help="where the runs are and stay")
-    given = parser.parse_args()
-    runs = given.runs or Path(tempfile.mkdtemp())
+    options = parser.parse_args()
+    runs = options.runs or Path(tempfile.mkdtemp())
     runs.mkdir(exist_ok=True)
     os.chdir(runs)
     path = find_browser()
     if path is None:
         raise SystemExit("There is no Chromium on the path; on Debian: apt-get install chromium.")
     browser = Browser(path)
-    for name in given.names or PAGES:
+    for name in options.names or PAGES:
         (page, _, section), command = PAGES[name][0].partition("#"), PAGES[name][1]
         if name in ("score", "compare", "rank") and not Path("drawn").is_dir():
             visalign(*DRAWN, "--seeds", "0-7", "-o", "drawn")

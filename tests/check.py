@@ -63,15 +63,15 @@ def run(name: str, command: list[str]) -> Outcome:
 
 def _types(command: list[str], environment: dict[str, str], begun: float) -> Outcome:
     """Pyright runs on node, which `pyright[nodejs]` brings; without either no types are checked."""
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    print(done.stdout, done.stderr, sep="", flush=True)
+    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    print(process.stdout, process.stderr, sep="", flush=True)
     seconds = time.perf_counter() - begun
-    lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+    lines = [line for line in (process.stdout + process.stderr).splitlines() if line.strip()]
     if not any(" errors, " in line or " error, " in line for line in lines):
-        said = lines[-1].strip() if lines else "pyright said nothing"
-        note = f'{said}; run: python -m pip install -e ".[test]"'
+        message = lines[-1].strip() if lines else "pyright said nothing"
+        note = f'{message}; run: python -m pip install -e ".[test]"'
         return Outcome("types", "not available", seconds, note)
-    return Outcome("types", "failed" if done.returncode else "passed", seconds)
+    return Outcome("types", "failed" if process.returncode else "passed", seconds)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -82,8 +82,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--no-tests", action="store_true", help="leave out the tests")
     parser.add_argument("--strict", action="store_true", help="fail when a check is not available here")
     options = parser.parse_args(arguments)
-    wanted = commands(fast=options.fast, tests=not options.no_tests)
-    outcomes = [run(name, command) for name, command in wanted.items()]
+    selected = commands(fast=options.fast, tests=not options.no_tests)
+    outcomes = [run(name, command) for name, command in selected.items()]
     print("\n== summary")
     for outcome in outcomes:
         note = f"  {outcome.note}" if outcome.note else ""

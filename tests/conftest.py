@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole of the tests runs in one process a core, what is named on the command line in one process."""
+"""All tests run in one process per core; those named on the command line run in one process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported: the processes are the parallelism
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-gc.disable()  # until all is imported: what then lives is never garbage, and to look through it costs a tenth
+gc.disable()  # until all is imported: what then lives is never garbage, and scanning it costs a tenth
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -22,12 +22,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with a test that is slow first: a core is idle while the last file of the other runs."""
+    """Files with a slow test first: a core is idle while the other's last file runs."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
 
 
 def pytest_collection_finish() -> None:
-    """Collect garbage of the tests alone."""
+    """Collect only the tests' garbage."""
     gc.freeze()
     gc.enable()

@@ -104,9 +104,9 @@ def load_families(folder: Path) -> dict[str, Family]:
             continue
         module = _load(path)
         for name, function in module.FAMILIES.items():
-            known = families.get(name, Family((), None))
-            tolerance = getattr(module, "TOLERANCES", {}).get(name, known.tolerance)
-            families[name] = Family((*known.functions, function), tolerance)
+            earlier = families.get(name, Family((), None))
+            tolerance = getattr(module, "TOLERANCES", {}).get(name, earlier.tolerance)
+            families[name] = Family((*earlier.functions, function), tolerance)
     return families
 
 
@@ -204,22 +204,22 @@ def run_case(family: Family, case: Case) -> Comparison | None:
 
 
 def _compare(family: Family, case: Case, ours: Mapping[str, Any]) -> Comparison:
-    named = {key: value for key, value in ours.items() if key.startswith("outputs") and key in case.record}
-    pairs = [({key: value for key, value in ours.items() if key not in named}, case.expected, "")]
-    pairs += [(value, case.record[key], f"{key}.") for key, value in named.items()]
+    groups = {key: value for key, value in ours.items() if key.startswith("outputs") and key in case.record}
+    pairs = [({key: value for key, value in ours.items() if key not in groups}, case.expected, "")]
+    pairs += [(value, case.record[key], f"{key}.") for key, value in groups.items()]
     notes: list[str] = []
     absolute = relative = 0.0
     compared = 0
     ok = True
     for mine, theirs, prefix in pairs:
-        got, wanted = dict(_leaves(mine)), dict(_leaves(theirs))
-        for key in wanted:
+        got, expected = dict(_leaves(mine)), dict(_leaves(theirs))
+        for key in expected:
             if key not in got:
                 notes.append(f"not compared: {prefix}{key}")
                 continue
             compared += 1
             tolerance = family.tolerance(case, prefix + key) if family.tolerance else None
-            error = difference(got[key], wanted[key], tolerance or DEFAULT_TOLERANCE)
+            error = difference(got[key], expected[key], tolerance or DEFAULT_TOLERANCE)
             absolute, relative = max(absolute, error.absolute), max(relative, error.relative)
             ok &= error.ok
             if not error.ok:
@@ -250,8 +250,8 @@ class Difference:
 
 def difference(ours: Any, theirs: Any, tolerance: tuple[float, float, str]) -> Difference:
     """Compare numbers of any nesting within tolerance (rtol, atol, of); anything else must be equal."""
-    mine, wanted = _numbers(ours), _numbers(theirs)
-    if mine is None or wanted is None:
+    mine, expected = _numbers(ours), _numbers(theirs)
+    if mine is None or expected is None:
         if isinstance(ours, (list, tuple)) and isinstance(theirs, (list, tuple)) and len(ours) == len(theirs):
             parts = [difference(a, b, tolerance) for a, b in zip(ours, theirs, strict=True)]
             return Difference(
@@ -263,23 +263,23 @@ def difference(ours: Any, theirs: Any, tolerance: tuple[float, float, str]) -> D
         same = type(ours) is type(theirs) and ours == theirs
         reason = "" if same else f"got {str(ours)[:60]!r}, expected {str(theirs)[:60]!r}"
         return Difference(same, 0.0 if same else math.inf, 0.0 if same else math.inf, reason)
-    if mine.shape != wanted.shape:
-        return Difference(False, math.inf, math.inf, f"shape {mine.shape}, expected {wanted.shape}")
+    if mine.shape != expected.shape:
+        return Difference(False, math.inf, math.inf, f"shape {mine.shape}, expected {expected.shape}")
     if not mine.size:
         return Difference(True, 0.0, 0.0)
     rtol, atol, of = tolerance
-    same = (mine == wanted) | (np.isnan(mine) & np.isnan(wanted))
-    both = np.isfinite(mine) & np.isfinite(wanted)
+    same = (mine == expected) | (np.isnan(mine) & np.isnan(expected))
+    both = np.isfinite(mine) & np.isfinite(expected)
     error = np.where(same, 0.0, np.inf)
-    np.subtract(mine, wanted, out=error, where=both & ~same)
+    np.subtract(mine, expected, out=error, where=both & ~same)
     error = np.abs(error)
-    size = np.abs(np.where(np.isfinite(wanted), wanted, 0.0))
+    size = np.abs(np.where(np.isfinite(expected), expected, 0.0))
     if of == "largest":
         size = np.full_like(size, size.max())
     bound = atol + rtol * size
     relative = error / np.maximum(size, max(atol / rtol if rtol else 0.0, np.finfo(np.float64).tiny))
     worst = int(np.argmax(error - bound))
-    reason = f"got {mine.flat[worst]:.9g}, expected {wanted.flat[worst]:.9g} (allowed {bound.flat[worst]:.2g})"
+    reason = f"got {mine.flat[worst]:.9g}, expected {expected.flat[worst]:.9g} (allowed {bound.flat[worst]:.2g})"
     return Difference(bool((error <= bound).all()), float(error.max()), float(relative.max()), reason)
 
 
@@ -304,7 +304,7 @@ def run_folder(folder: Path, families: Mapping[str, Family], say: Callable[[str]
     unknown_variants: Counter[str] = Counter()
     failed: list[str] = []
     broken: list[str] = []
-    files = known = 0
+    files = compared = 0
     for path in sorted(folder.glob("*.json")):
         try:
             content = read_file(path)
@@ -325,7 +325,7 @@ def run_folder(folder: Path, families: Mapping[str, Family], say: Callable[[str]
             if outcome is None:
                 unknown_variants[f"{name}/{case.variant}"] += 1
                 continue
-            known += 1
+            compared += 1
             label = f"{name}/{case.name}"
             verdict = "ok  " if outcome.ok else "FAIL"
             if not outcome.ok:
@@ -336,7 +336,7 @@ def run_folder(folder: Path, families: Mapping[str, Family], say: Callable[[str]
         for name, count in sorted(counter.items()):
             say(f"{title} {name}: {count} cases")
     unknown = unknown_families.total() + unknown_variants.total()
-    say(f"{known - len(failed)} ok, {len(failed)} FAIL, {unknown} unknown, {len(broken)} unreadable files")
+    say(f"{compared - len(failed)} ok, {len(failed)} FAIL, {unknown} unknown, {len(broken)} unreadable files")
     if failed:
         say(f"off by more than the tolerance: {', '.join(failed)}")
     if broken or not files:

@@ -127,8 +127,8 @@ class Generator(nn.Module):
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Muon for the blocks' matrices, AdamW for the rest."""
-        named = self.transformer.transformer_blocks.named_parameters()
-        blocks = [p for name, p in named if p.ndim == 2 and ".norm1" not in name]
+        parameters = self.transformer.transformer_blocks.named_parameters()
+        blocks = [p for name, p in parameters if p.ndim == 2 and ".norm1" not in name]
         return muon_and_adam(self, blocks, lr=1e-3)
 
     def pipeline(self, autoencoder: AutoencoderKL) -> StableDiffusion3Pipeline:

@@ -216,9 +216,9 @@ def build_heie(base: str | Path, folder: Path, plan: Plan | None = None) -> dict
 
     folder.mkdir(parents=True, exist_ok=True)
     heads.save(folder / HEADS, half=True)
-    named = os.path.relpath(Path(base).resolve(), folder.resolve()) if Path(base).is_dir() else str(base)
+    base_name = os.path.relpath(Path(base).resolve(), folder.resolve()) if Path(base).is_dir() else str(base)
     templates = {"explain": engine.template("explain", EXPLAIN)}
-    JudgeSettings(templates=templates, positions=engine.positions, rest={"base": named}).write(folder)
+    JudgeSettings(templates=templates, positions=engine.positions, rest={"base": base_name}).write(folder)
 
     judge = Heie(folder, write_reasons=False)
     measures: dict[str, float] = {}

@@ -64,14 +64,14 @@ class CellHead(nn.Module):
     def forward(self, features: Tensor, scenes: list[Scene]) -> Tensor:
         """Sum of the losses, a scalar."""
         target = cell_targets(scenes)
-        there, shape, color, size = (
+        objectness, shape, color, size = (
             self.cells(features)
             .view(*target.shape[:3], _CELL)
             .float()
             .split((1, len(SHAPES), len(COLORS), len(_SIZES)), -1)
         )
         weight = torch.tensor(4.0)
-        loss = F.binary_cross_entropy_with_logits(there[..., 0], target[..., 0].float(), pos_weight=weight)
+        loss = F.binary_cross_entropy_with_logits(objectness[..., 0], target[..., 0].float(), pos_weight=weight)
         for logits, column in ((shape, 1), (color, 2), (size, 3)):
             loss = loss + 0.3 * F.cross_entropy(logits.flatten(0, 2), target[..., column].flatten())
         style, kind, severity = self.whole(features.mean(1)).float().split((len(STYLES), len(DISTORTIONS), 1), -1)

@@ -65,10 +65,10 @@ class Questions:
     def about(self, scene: Scene, number: int, count: int) -> list[Question]:
         """Questions on one image: half on alignment, the others on parts, quality and style."""
         rng = np.random.default_rng([self._seed, 32, number])
-        asked = [self.shows(scene, rng) for _ in range(count // 2)]
-        others: list[Callable[..., Question]] = [part, part, appearance, appearance, rate]
-        asked += [others[int(rng.integers(len(others)))](scene, rng) for _ in range(count - count // 2 - 1)]
-        return [*asked, self.explain(scene, rng) if rng.random() < 0.5 else describe(scene)]
+        questions = [self.shows(scene, rng) for _ in range(count // 2)]
+        builders: list[Callable[..., Question]] = [part, part, appearance, appearance, rate]
+        questions += [builders[int(rng.integers(len(builders)))](scene, rng) for _ in range(count - count // 2 - 1)]
+        return [*questions, self.explain(scene, rng) if rng.random() < 0.5 else describe(scene)]
 
     def shows(self, scene: Scene, rng: np.random.Generator) -> Question:
         """Its own prompt, or one a word or two away; the truth is the verifier's."""
@@ -105,8 +105,8 @@ class Questions:
 
 def better(first: Scene, second: Scene, record: Record, rng: np.random.Generator) -> Question:
     """Whether one annotator prefers the second image."""
-    seen = [utility(s, record) + annotator_noise(s) * rng.normal() for s in (first, second)]
-    return Question(text=BETTER.replace("{prompt}", record["prompt"]), answer=YES if seen[1] > seen[0] else NO)
+    noisy = [utility(s, record) + annotator_noise(s) * rng.normal() for s in (first, second)]
+    return Question(text=BETTER.replace("{prompt}", record["prompt"]), answer=YES if noisy[1] > noisy[0] else NO)
 
 
 def part(scene: Scene, rng: np.random.Generator) -> Question:
@@ -138,9 +138,9 @@ def appearance(scene: Scene, rng: np.random.Generator) -> Question:
     faint = scene.distortion.kind != "none" and scene.distortion.severity < VISIBLE
     texts = [text for text, (axis, _) in LOOKS.items() if axis == "style" or not faint]
     text = str(rng.choice(texts))
-    axis, wanted = LOOKS[text]
-    found = scene.style if axis == "style" else scene.distortion.kind
-    return Question(text=text, answer=YES if found == wanted else NO)
+    axis, expected = LOOKS[text]
+    actual = scene.style if axis == "style" else scene.distortion.kind
+    return Question(text=text, answer=YES if actual == expected else NO)
 
 
 def rate(scene: Scene, rng: np.random.Generator) -> Question:

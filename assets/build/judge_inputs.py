@@ -52,7 +52,7 @@ class Packed:
 
     ids: Tensor
     """[b, S]."""
-    places: Tensor
+    is_image: Tensor
     """bool [b, S], tokens that stand for images."""
     positions: Tensor
     """[3, b, S], as if each question stood alone behind the images."""
@@ -64,7 +64,7 @@ class Packed:
     """[b, S], of each label."""
 
 
-def pack_questions(tokenizer: Any, asked: Sequence[Sequence[Question]], images: int, tokens: int) -> Packed:
+def pack_questions(tokenizer: Any, samples: Sequence[Sequence[Question]], images: int, tokens: int) -> Packed:
     """Put the questions of each sample behind its images; a question sees the images and itself."""
     ids = special_ids(tokenizer)
     head = _encode(tokenizer, "<|im_start|>user\n")
@@ -72,7 +72,7 @@ def pack_questions(tokenizer: Any, asked: Sequence[Sequence[Question]], images: 
     for _ in range(images):
         before += [ids["<|vision_start|>"], *[ids["<|image_pad|>"]] * tokens, ids["<|vision_end|>"]]
     start, prefix = _prefix_positions(len(head), images, tokens)
-    rows = [[_question_ids(tokenizer, question) for question in questions] for questions in asked]
+    rows = [[_question_ids(tokenizer, question) for question in questions] for questions in samples]
     length = len(before) + max(sum(len(text) + len(answer) for text, answer in row) for row in rows)
     pad, size = ids["<|endoftext|>"], len(rows)
     packed = torch.full((size, length), pad)
@@ -85,13 +85,13 @@ def pack_questions(tokenizer: Any, asked: Sequence[Sequence[Question]], images: 
         at = len(before)
         for number, (text, answer) in enumerate(questions, 1):
             full = [*text, *answer]
-            here = slice(at, at + len(full))
-            packed[row, here] = torch.tensor(full)
-            positions[:, row, here] = torch.arange(len(full)) + start
-            block[row, here] = number
+            span = slice(at, at + len(full))
+            packed[row, span] = torch.tensor(full)
+            positions[:, row, span] = torch.arange(len(full)) + start
+            block[row, span] = number
             answered = slice(at + len(text) - 1, at + len(full) - 1)
             labels[row, answered] = torch.tensor(answer)
-            weights[row, answered] = asked[row][number - 1].weight
+            weights[row, answered] = samples[row][number - 1].weight
             at += len(full)
     order = torch.arange(length)
     own = (block[:, :, None] == block[:, None, :]) | (block[:, None, :] == 0)
@@ -99,7 +99,7 @@ def pack_questions(tokenizer: Any, asked: Sequence[Sequence[Question]], images: 
     attention = torch.zeros(size, 1, length, length).masked_fill_(~allowed[:, None], float("-inf"))
     return Packed(
         ids=packed,
-        places=packed == ids["<|image_pad|>"],
+        is_image=packed == ids["<|image_pad|>"],
         positions=positions,
         attention=attention,
         labels=labels,
@@ -152,7 +152,7 @@ def see(model: Any, images: np.ndarray) -> Tensor:
 def answer_states(model: Any, packed: Packed, features: Tensor) -> Tensor:
     """Compute the hidden states [b, S, H] of packed questions behind images with `features`."""
     embeds = model.get_input_embeddings()(packed.ids)
-    embeds = embeds.masked_scatter(packed.places[..., None], features.to(embeds.dtype))
+    embeds = embeds.masked_scatter(packed.is_image[..., None], features.to(embeds.dtype))
     return model.model.language_model(
         inputs_embeds=embeds, attention_mask=packed.attention, position_ids=packed.positions, use_cache=False
     ).last_hidden_state

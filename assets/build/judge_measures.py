@@ -59,9 +59,9 @@ def answer_accuracy(
         record = world.record(rng)
         scene = sample_scene(record, rng)
         drawn.append((record, scene, _untrue(world, scene, record, rng)))
-    records, scenes, others = zip(*drawn, strict=True)
+    records, scenes, untrue = zip(*drawn, strict=True)
     shows, rendered = RewardDance(engine, min_mass=0.0), render_many(list(scenes))
-    yes = [shows.score(rendered, [r["prompt"] for r in prompts]).value > 0 for prompts in (records, others)]
+    yes = [shows.score(rendered, [r["prompt"] for r in prompts]).value > 0 for prompts in (records, untrue)]
     right = torch.stack([yes[0], ~yes[1]], 1).float().mean(1)
     tags = np.array([record["tag"] for record in records])
     measures = {"yes/no": float(right.mean())}
@@ -77,9 +77,9 @@ def answer_accuracy(
     rated = [world.quality(number).scene for number in range(images)]
     ratings = VisualQuality(engine, min_mass=0.0).score(render_many(rated), [""] * images).value
     truth = torch.tensor([1.0 + 4.0 * scene.quality for scene in rated])
-    apart = truth[:, None] - truth >= 4.0 * CLEAR
+    distinct = truth[:, None] - truth >= 4.0 * CLEAR
     measures["rating error"] = float((ratings - truth).abs().mean())
-    measures["rating order"] = float((ratings[:, None] > ratings)[apart].float().mean())
+    measures["rating order"] = float((ratings[:, None] > ratings)[distinct].float().mean())
     return measures
 
 

@@ -83,12 +83,12 @@ def pack(examples: Sequence[tuple[Sequence[int], int]], row: int, pad: int) -> P
     """Put examples into rows, the longest first, each into the first row with room."""
     rows: list[tuple[list[int], list[int], list[int]]] = []
     for ids, prompt in sorted(examples, key=lambda example: -len(example[0])):
-        place = next((r for r in rows if len(r[0]) + len(ids) <= row), None)
-        if place is None:
-            rows.append(place := ([], [], []))
-        place[0].extend(ids)
-        place[1].extend([-100] * (prompt - 1) + list(ids[prompt:]) + [-100])
-        place[2].extend(range(len(ids)))
+        slot = next((r for r in rows if len(r[0]) + len(ids) <= row), None)
+        if slot is None:
+            rows.append(slot := ([], [], []))
+        slot[0].extend(ids)
+        slot[1].extend([-100] * (prompt - 1) + list(ids[prompt:]) + [-100])
+        slot[2].extend(range(len(ids)))
     for ids, labels, positions in rows:
         rest = row - len(ids)
         ids.extend([pad] * rest)

@@ -147,25 +147,25 @@ def train(
             optimizer.zero_grad()
         averaged.update_parameters(module)
         running = loss.item() if step == 0 else 0.98 * running + 0.02 * loss.item()
-        done = step + 1
-        if done % report_every == 0 or done in (100, steps):
-            pace = done / (time.monotonic() - started)
+        completed = step + 1
+        if completed % report_every == 0 or completed in (100, steps):
+            pace = completed / (time.monotonic() - started)
             measures = {"loss": running} | (check(averaged.module) if check else {})
-            words = [f"step {done}/{steps}", *(f"{key} {value:.3f}" for key, value in measures.items())]
-            print(f"{name}: {', '.join(words)}, {(steps - done) / pace / 60:.0f} min left", flush=True)
+            words = [f"step {completed}/{steps}", *(f"{key} {value:.3f}" for key, value in measures.items())]
+            print(f"{name}: {', '.join(words)}, {(steps - completed) / pace / 60:.0f} min left", flush=True)
     module.load_state_dict(averaged.module.state_dict())
     return module.eval()
 
 
 def muon_and_adam(
-    module: nn.Module, matrices: Sequence[nn.Parameter], *, lr: float, **others: Any
+    module: nn.Module, matrices: Sequence[nn.Parameter], *, lr: float, **options: Any
 ) -> list[torch.optim.Optimizer]:
     """Use Muon for the blocks' matrices and AdamW for the rest; `slow` parameters get a fifth of its rate."""
-    slow = list(others.pop("slow", ()))
+    slow = list(options.pop("slow", ()))
     assigned = {id(parameter) for parameter in (*matrices, *slow)}
     groups: list[dict[str, Any]] = [{"params": [p for p in module.parameters() if id(p) not in assigned]}]
     groups += [{"params": slow, "lr": lr / 5}] if slow else []
-    settings = {"lr": lr, "betas": (0.9, 0.98), "weight_decay": 0.0, **others}
+    settings = {"lr": lr, "betas": (0.9, 0.98), "weight_decay": 0.0, **options}
     muon = torch.optim.Muon(list(matrices), lr=2e-3, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
     return [muon, torch.optim.AdamW(groups, **settings)]
 

@@ -61,8 +61,8 @@ class UNetGenerator(nn.Module):
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Muon for the transformer blocks' matrices, AdamW for the rest, slow for the text encoder."""
-        named = self.unet.named_parameters()
-        matrices = [p for name, p in named if p.ndim == 2 and "transformer_blocks" in name]
+        parameters = self.unet.named_parameters()
+        matrices = [p for name, p in parameters if p.ndim == 2 and "transformer_blocks" in name]
         return muon_and_adam(self, matrices, lr=2e-3, slow=self.text.parameters())
 
     def pipeline(self, autoencoder: AutoencoderKL) -> StableDiffusionPipeline:

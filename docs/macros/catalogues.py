@@ -80,8 +80,8 @@ def text_rewards() -> str:
     """Build the table of rewards for text."""
     rows = []
     for name, kind, options in entries("TEXT_CATALOGUE"):
-        given = ", ".join(f"{key}={value}" for key, value in options.items() if key != "name")
-        rows.append((code(name), first_sentence(kind), code(given) if given else ""))
+        preset = ", ".join(f"{key}={value}" for key, value in options.items() if key != "name")
+        rows.append((code(name), first_sentence(kind), code(preset) if preset else ""))
     return table(("name", "what it is", "preset"), rows)
 
 
@@ -117,10 +117,10 @@ def algorithms() -> str:
             row.selection_options,
             row.entropy_term_options,
         ]
-        also += [f"{key} {value}" for each in options for key, value in each.items()]
+        also += [f"{key} {value}" for entry in options for key, value in entry.items()]
         fits = ["–" if _refusal(name, kind) else "✓" for kind in TRAINED]
-        shown = " · ".join(code(stage) for stage in stages)
-        rows.append((code(name), *fits, shown, ", ".join(also), prose(row.source)))
+        cell = " · ".join(code(stage) for stage in stages)
+        rows.append((code(name), *fits, cell, ", ".join(also), prose(row.source)))
     return table(("algorithm", *TRAINED, "advantage · ratio · surrogate · mean", "also", "source"), rows)
 
 
@@ -169,8 +169,8 @@ def regressions() -> str:
         also = [f"kl {row.kl:g}"] if row.kl else []
         also += ["old policy kept"] if row.keeps_old else []
         also += [f"one noise per {row.noise}"] if row.noise != "sample" else []
-        shown = (code(row.loss), row.anchor, code(row.signal), levels, ", ".join(also), prose(row.source))
-        rows.append((code(name), *shown))
+        cells = (code(row.loss), row.anchor, code(row.signal), levels, ", ".join(also), prose(row.source))
+        rows.append((code(name), *cells))
     return table(("algorithm", "loss", "anchor", "signal", "levels", "also", "source"), rows)
 
 
@@ -179,7 +179,7 @@ def published() -> str:
     names: dict[tuple[str, str], list[str]] = {}
     for name, entry in importlib.import_module("visalign.training.diffusion.published").PUBLISHED.items():
         names.setdefault(entry, []).append(code(name))
-    rows = [(", ".join(found), code(settings), prose(what)) for (settings, what), found in names.items()]
+    rows = [(", ".join(aliases), code(settings), prose(what)) for (settings, what), aliases in names.items()]
     return table(("name", "what to set", "what it is"), rows)
 
 
@@ -216,7 +216,7 @@ def refusals() -> str:
             if why := _refusal(name, kind):
                 why = why.rpartition("): ")[2].removeprefix(f"objective.algorithm={name} ")
                 reasons.setdefault((kind, why), []).append(code(name))
-    rows = [(", ".join(found), kind, prose(why)) for (kind, why), found in reasons.items()]
+    rows = [(", ".join(refused), kind, prose(why)) for (kind, why), refused in reasons.items()]
     return table(("algorithm", "refused for", "because, and what to take"), rows)
 
 

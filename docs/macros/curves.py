@@ -65,7 +65,7 @@ def keep(name: str, folders: list[Path]) -> Path:
     shared = sorted(set.intersection(*(set(column) for column in columns)))
     values = np.array([[column[iteration] for column in columns] for iteration in shared])
     table = np.stack([shared, values.mean(1), values.min(1), values.max(1)], axis=1)
-    found = Curve(
+    curve = Curve(
         command=f"{_command(name)} seed=SEED",
         measure="held-out accuracy",
         before=[round(summary["before"]["accuracy"], 4) for summary in summaries],
@@ -74,7 +74,7 @@ def keep(name: str, folders: list[Path]) -> Path:
         seeds=[summary["config"]["seed"] for summary in summaries],
         points=[[int(row[0]), *(round(value, 4) for value in row[1:])] for row in table.tolist()],
     )
-    lines = [f'  "{key}": {json.dumps(value)}' for key, value in asdict(found).items()]
+    lines = [f'  "{key}": {json.dumps(value)}' for key, value in asdict(curve).items()]
     path = FOLDER / f"{name}.json"
     path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     return path
@@ -89,14 +89,14 @@ def curve_of(name: str) -> Curve:
     path = FOLDER / f"{name}.json"
     if path.is_file():
         return Curve(**json.loads(path.read_text(encoding="utf-8")))
-    told = header(name)
-    change = CHANGE.search(told["Expected"])
+    fields = header(name)
+    change = CHANGE.search(fields["Expected"])
     if change is None:
-        raise ValueError(f"the header of {name!r} has no 'MEASURE BEFORE -> AFTER': {told['Expected']!r}")
+        raise ValueError(f"the header of {name!r} has no 'MEASURE BEFORE -> AFTER': {fields['Expected']!r}")
     before, after = float(change["before"]), [float(change["after"])]
-    if seeds := SEEDS.search(told["Expected"]):
+    if seeds := SEEDS.search(fields["Expected"]):
         after += [float(value) for value in seeds["values"].split(",")]
-    elif interval := INTERVAL.search(told["Expected"]):
+    elif interval := INTERVAL.search(fields["Expected"]):
         gains = [float(interval["low"]), float(interval["high"])]
         after += [before + (gain / 100 if max(gains) > 1 else gain) for gain in gains]
     measure = change["measure"].strip()
@@ -176,19 +176,19 @@ def equal_cost() -> str:
 
     The numbers are those that `tests/benchmarks/images/image_algorithms.py --numbers` wrote.
     """
-    found = json.loads((ROOT / "docs/evidence/equal_cost.json").read_text(encoding="utf-8"))
-    drawn = [_costs(found, "forward_equivalents", "thousand forward-equivalents", 1000.0)]
-    drawn.append(_costs(found, "seconds", "seconds of training, fastest seed", 1.0))
+    results = json.loads((ROOT / "docs/evidence/equal_cost.json").read_text(encoding="utf-8"))
+    drawn = [_costs(results, "forward_equivalents", "thousand forward-equivalents", 1000.0)]
+    drawn.append(_costs(results, "seconds", "seconds of training, fastest seed", 1.0))
     return f'<div class="curves">{"".join(drawn)}</div>'
 
 
-def _costs(found: dict[str, dict[str, list[float]]], key: str, name: str, unit: float) -> str:
-    costs = {row: min(result[key]) / unit for row, result in found.items()}
-    before = float(np.mean([value for result in found.values() for value in result["before"]]))
-    shown = [before, *(value for result in found.values() for value in result["after"])]
+def _costs(results: dict[str, dict[str, list[float]]], key: str, name: str, unit: float) -> str:
+    costs = {row: min(result[key]) / unit for row, result in results.items()}
+    before = float(np.mean([value for result in results.values() for value in result["before"]]))
+    accuracies = [before, *(value for result in results.values() for value in result["after"])]
     frame = Frame(
         x=(0.0, max(costs.values()) * 1.05),
-        y=(min(shown) - 0.01, max(shown) + 0.01),
+        y=(min(accuracies) - 0.01, max(accuracies) + 0.01),
         x_name=name,
         y_name="held-out accuracy",
         width=600.0,
@@ -196,20 +196,20 @@ def _costs(found: dict[str, dict[str, list[float]]], key: str, name: str, unit: 
         right=230.0,
     )
     parts = []
-    order = sorted(found, key=lambda row: -float(np.mean(found[row]["after"])))
-    ends = [(costs[row], float(np.mean(found[row]["after"]))) for row in order]
-    places = [frame.project(*end)[1] for end in ends]
-    for at in range(1, len(places)):  # names do not lie on each other, nor below the axis
-        places[at] = max(places[at], places[at - 1] + GAP)
-    for at in range(len(places) - 1, -1, -1):
-        places[at] = min(places[at], frame.project(0.0, frame.y[0])[1] - GAP * (len(places) - 1 - at))
-    for row, end, y in zip(order, ends, places, strict=True):
-        after, (left, height) = found[row]["after"], frame.project(*end)
+    order = sorted(results, key=lambda row: -float(np.mean(results[row]["after"])))
+    ends = [(costs[row], float(np.mean(results[row]["after"]))) for row in order]
+    heights = [frame.project(*end)[1] for end in ends]
+    for at in range(1, len(heights)):  # names do not lie on each other, nor below the axis
+        heights[at] = max(heights[at], heights[at - 1] + GAP)
+    for at in range(len(heights) - 1, -1, -1):
+        heights[at] = min(heights[at], frame.project(0.0, frame.y[0])[1] - GAP * (len(heights) - 1 - at))
+    for row, end, y in zip(order, ends, heights, strict=True):
+        after, (left, height) = results[row]["after"], frame.project(*end)
         parts.append(frame.path("change", [(0.0, before), end]))
         parts.append(frame.path("range", [(end[0], min(after)), (end[0], max(after))]))
         parts.append(f'<path class="leader" d="M{left + 5:.1f} {height:.1f}L{frame.width - 226:.1f} {y:.1f}"/>')
         parts += [frame.dots([end]), text(frame.width - 222, y + 4, row, "start")]
-    seeds = max(len(result["after"]) for result in found.values())
+    seeds = max(len(result["after"]) for result in results.values())
     legend = f"dots: mean of {seeds} seeds; bars: lowest to highest seed; lines begin at the untrained model"
     return f"<figure>{frame.svg(parts, legend)}<figcaption>{legend.capitalize()}.</figcaption></figure>"
 

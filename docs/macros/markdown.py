@@ -28,7 +28,7 @@ def prose(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-def first_sentence(found: Any) -> str:
+def first_sentence(target: Any) -> str:
     """Return the first sentence of a docstring."""
-    text = prose(inspect.getdoc(found) or "")
+    text = prose(inspect.getdoc(target) or "")
     return re.split(r"(?<=[.;])\s", text, maxsplit=1)[0].rstrip(";") if text else ""

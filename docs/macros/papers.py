@@ -26,16 +26,16 @@ def cited(row: str, names: Sequence[str]) -> str:
     Raises:
         ValueError: the code has no such name.
     """
-    places, folders = [], []
+    sources, folders = [], []
     for name in names:
-        found = inspect.unwrap(_named(name.removeprefix("@")))
-        file = Path(typing.cast("str", inspect.getsourcefile(found))).resolve().relative_to(ROOT)
+        target = inspect.unwrap(_named(name.removeprefix("@")))
+        file = Path(typing.cast("str", inspect.getsourcefile(target))).resolve().relative_to(ROOT)
         mirrored = Path("tests", *file.parts[file.parts[0] == "visalign" :])
         folder = next(parent for parent in mirrored.parents if [*(ROOT / parent).rglob("test_*.py")])
-        shown = name.rpartition(".")[2] if inspect.ismodule(found) else found.__name__
-        places.append(f"{code(shown)} in {code(file)}")
+        title = name.rpartition(".")[2] if inspect.ismodule(target) else target.__name__
+        sources.append(f"{code(title)} in {code(file)}")
         folders.append(code(folder))
-    return f"{row} | {', '.join(places)} | {', '.join(dict.fromkeys(folders))} |"
+    return f"{row} | {', '.join(sources)} | {', '.join(dict.fromkeys(folders))} |"
 
 
 def _named(name: str) -> Any:
@@ -45,7 +45,7 @@ def _named(name: str) -> Any:
             return {key: kind for key, kind, _ in entries("CATALOGUE")}[rest]
         if wing == "job":
             return importlib.import_module(PIPELINES[rest].partition(":")[0])
-        place, _, attribute = name.rpartition(".")
-        return getattr(importlib.import_module(f"visalign.{place}"), attribute)
+        module, _, attribute = name.rpartition(".")
+        return getattr(importlib.import_module(f"visalign.{module}"), attribute)
     except (AttributeError, KeyError, ImportError) as error:
         raise ValueError(f"the code has no {name!r} ({error})") from error

@@ -24,9 +24,9 @@ def face(name: str) -> str:
     for attribute in sorted(module.__all__, key=str.lower):
         if attribute.startswith("_"):
             continue
-        found = getattr(module, attribute)
-        place = getattr(found, "__module__", name)
-        rows.append((code(attribute), first_sentence(found), code(place)))
+        target = getattr(module, attribute)
+        home = getattr(target, "__module__", name)
+        rows.append((code(attribute), first_sentence(target), code(home)))
     return table(("name", "what it is", "home"), rows)
 
 
@@ -37,7 +37,7 @@ def api(name: str) -> str:
     """
     module = importlib.import_module(name)
     homes = _homes(module)
-    others = {module_name: names.split() for module_name, names in getattr(module, "MODULES", {}).items()}
+    modules = {module_name: names.split() for module_name, names in getattr(module, "MODULES", {}).items()}
     sections: dict[str, list[str]] = {}
     elsewhere = []
     for attribute in module.__all__:
@@ -47,16 +47,16 @@ def api(name: str) -> str:
         if not home.startswith(f"{name}."):
             elsewhere.append(code(f"{home}.{attribute}"))
             continue
-        section = "First" if others else home.removeprefix(f"{name}.").split(".")[0]
+        section = "First" if modules else home.removeprefix(f"{name}.").split(".")[0]
         sections.setdefault(section, []).append(f"{home}.{attribute}")
     parts = [inspect.getdoc(module) or ""]
-    if others:
+    if modules:
         parts.append(f"Main names first; the rest by module, as in `{name}.MODULES`.")
     if elsewhere:
         parts.append(f"Exported here, defined elsewhere: {', '.join(elsewhere)}.")
-    for place, names in others.items():
-        found = sections.setdefault(place.split(".")[0], [])
-        found += [f"{_defined(f'{name}.{place}', attribute)}.{attribute}" for attribute in names]
+    for module_name, names in modules.items():
+        paths = sections.setdefault(module_name.split(".")[0], [])
+        paths += [f"{_defined(f'{name}.{module_name}', attribute)}.{attribute}" for attribute in names]
     for section, paths in sorted(sections.items()):
         parts.append(f"## {section}")
         parts += [f"::: {path}\n    options: {API}" for path in sorted(paths, key=_last)]
@@ -74,18 +74,18 @@ def _homes(module: Any) -> dict[str, str]:
     """Return public name -> defining module; packages that import at first use are read from their stub."""
     file = Path(module.__file__)
     stub = file.with_suffix(".pyi")
-    found = {name: getattr(getattr(module, name), "__module__", module.__name__) for name in module.__all__}
+    homes = {name: getattr(getattr(module, name), "__module__", module.__name__) for name in module.__all__}
     for node in ast.walk(ast.parse((stub if stub.is_file() else file).read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module and (node.level or "visalign" in node.module):
-            place = f"{module.__name__}.{node.module}" if node.level else node.module
-            found |= {alias.asname or alias.name: place for alias in node.names}
-    return {name: _defined(place, name) for name, place in found.items() if name in module.__all__}
+            source = f"{module.__name__}.{node.module}" if node.level else node.module
+            homes |= {alias.asname or alias.name: source for alias in node.names}
+    return {name: _defined(source, name) for name, source in homes.items() if name in module.__all__}
 
 
-def _defined(place: str, name: str) -> str:
-    """Return the module that defines a name, if `place` only re-exports it."""
-    home = getattr(getattr(importlib.import_module(place), name), "__module__", None)
-    return home if isinstance(home, str) and home.startswith("visalign.") else place
+def _defined(module: str, name: str) -> str:
+    """Return the module that defines a name, if `module` only re-exports it."""
+    home = getattr(getattr(importlib.import_module(module), name), "__module__", None)
+    return home if isinstance(home, str) and home.startswith("visalign.") else module
 
 
 def commands() -> str:
@@ -113,10 +113,10 @@ def include(path: str, start: str = "", end: str = "") -> str:
     """
     text = (ROOT / path).read_text(encoding="utf-8")
     if start:
-        wanted = f"## {start.replace('_', ' ')}\n"
-        if wanted not in text:
-            raise ValueError(f"{path} has no heading {wanted.strip()!r}")
-        text = text[text.index(wanted) :]
+        heading = f"## {start.replace('_', ' ')}\n"
+        if heading not in text:
+            raise ValueError(f"{path} has no heading {heading.strip()!r}")
+        text = text[text.index(heading) :]
     if end:
         text = text[: text.index(f"\n## {end.replace('_', ' ')}\n")]
     return text.partition("\n")[2].strip() if text.startswith("# ") else text.strip()

@@ -19,12 +19,12 @@ def metrics(*patterns: str) -> str:
     Raises:
         ValueError: a pattern that matches no key.
     """
-    known = importlib.import_module("visalign.training.loop.metrics").METRICS
+    meanings = importlib.import_module("visalign.training.loop.metrics").METRICS
     for pattern in patterns:
-        if not fnmatch.filter(known, pattern) and pattern not in known:
+        if not fnmatch.filter(meanings, pattern) and pattern not in meanings:
             raise ValueError(f"no metric matches {pattern!r}")
-    chosen = [key for key in known if not patterns or any(key == p or fnmatch.fnmatch(key, p) for p in patterns)]
-    return table(("metric", "meaning"), [(code(key), prose(known[key])) for key in chosen])
+    chosen = [key for key in meanings if not patterns or any(key == p or fnmatch.fnmatch(key, p) for p in patterns)]
+    return table(("metric", "meaning"), [(code(key), prose(meanings[key])) for key in chosen])
 
 
 def header(name: str) -> dict[str, str]:
@@ -36,14 +36,14 @@ def header(name: str) -> dict[str, str]:
     if name not in list_configs():
         raise ValueError(f"no configuration {name!r}")
     lines = config_header((config_folder() / f"{name}.yaml").read_text(encoding="utf-8"))
-    found, last = {"what": lines[0]}, "what"
+    fields, last = {"what": lines[0]}, "what"
     for line in lines[1:]:
         word, colon, rest = line.partition(": ")
         if colon and re.fullmatch(r"[A-Z][\w ]+", word):
-            found[word], last = f"{found[word]}\n{rest}" if word in found else rest, word
+            fields[word], last = f"{fields[word]}\n{rest}" if word in fields else rest, word
         else:
-            found[last] += f" {line}"
-    return found
+            fields[last] += f" {line}"
+    return fields
 
 
 def configs(*pipelines: str) -> str:
@@ -51,8 +51,8 @@ def configs(*pipelines: str) -> str:
     rows = []
     for name in list_configs():
         if not pipelines or read_config(name).get("pipeline") in pipelines:
-            told = header(name)
-            rows.append((code(name), *(prose(told.get(word, "")) for word in ("what", "Duration", "Expected"))))
+            fields = header(name)
+            rows.append((code(name), *(prose(fields.get(word, "")) for word in ("what", "Duration", "Expected"))))
     if not rows:
         raise ValueError(f"no configuration of {', '.join(pipelines)}")
     return table(("configuration", "what", "duration", "expected"), rows)

@@ -18,17 +18,17 @@ from .markdown import code, prose, table
 
 def field_texts(schema: type) -> dict[str, str]:
     """Return field -> the docstring below it, inherited fields included."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for kind in reversed(schema.__mro__):
         if not dataclasses.is_dataclass(kind):
             continue
         body = typing.cast("ast.ClassDef", ast.parse(inspect.getsource(kind)).body[0]).body
         for field, below in zip(body, [*body[1:], None], strict=True):
             if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-                found[field.target.id] = ""
+                texts[field.target.id] = ""
                 if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
-                    found[field.target.id] = str(below.value.value)
-    return found
+                    texts[field.target.id] = str(below.value.value)
+    return texts
 
 
 def sections(hint: Any) -> Iterator[type]:
@@ -69,7 +69,7 @@ def settings(name: str, *keys: str) -> str:
     """
     module, _, attribute = PIPELINES.get(name, name).partition(":")
     schema = getattr(importlib.import_module(module), attribute)
-    tables = "\n\n".join(_section(schema, "", shown={schema}))
+    tables = "\n\n".join(_section(schema, "", visited={schema}))
     if not keys:
         return tables
     rows = {line.split("`")[1]: line for line in tables.splitlines() if line.startswith("| `")}
@@ -78,17 +78,17 @@ def settings(name: str, *keys: str) -> str:
     return "\n".join([table(HEAD, []), *(rows[key] for key in keys)])
 
 
-def _section(schema: type, prefix: str, shown: set[type]) -> Iterator[str]:
+def _section(schema: type, prefix: str, visited: set[type]) -> Iterator[str]:
     hints, texts = typing.get_type_hints(schema), field_texts(schema)
     rows, deeper = [], []
     for field in dataclasses.fields(schema):
         key, inner = f"{prefix}{field.name}", list(sections(hints[field.name]))
         is_free = typing.get_origin(hints[field.name]) is dict
-        new = [kind for kind in inner if kind not in shown]
+        new = [kind for kind in inner if kind not in visited]
         deeper += [(kind, f"{key}.NAME." if is_free else f"{key}.") for kind in new]
-        shown.update(new)
+        visited.update(new)
         rows.append((code(key), default_of(field), prose(texts.get(field.name, ""))))
     title = f"**{prefix[:-1]}**" if prefix else "**the run**"
     yield f"{title}: {prose((schema.__doc__ or '').splitlines()[0])}\n\n" + table(HEAD, rows)
     for kind, below in deeper:
-        yield from _section(kind, below, shown)
+        yield from _section(kind, below, visited)

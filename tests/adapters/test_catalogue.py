@@ -58,26 +58,26 @@ def test_the_adapter_follows_from_the_folder_or_is_named(folder, adapter):
 
 
 def test_sd3_is_driven_by_the_general_adapter_where_only_that_takes_an_option(folder):
-    usual = {"use_t5": True, "max_sequence_length": 256}
-    given = {"defaults": usual, "guidance": 2.0, "lora": LoraSettings(rank=2), **usual, "decoder_dtype": torch.float32}
-    policy = load_policy(folder, **given)
+    base = {"use_t5": True, "max_sequence_length": 256}
+    options = {"defaults": base, "guidance": 2.0, "lora": LoraSettings(rank=2), **base, "decoder_dtype": torch.float32}
+    policy = load_policy(folder, **options)
     assert type(policy) is PipelinePolicy and policy.guidance == 2
-    assert type(load_policy(folder, adapter="pipeline", **given)) is PipelinePolicy
+    assert type(load_policy(folder, adapter="pipeline", **options)) is PipelinePolicy
     with pytest.raises(UserError, match=r"SD3Policy takes no decoder_dtype\."):
-        load_policy(folder, adapter="sd3", **given)
+        load_policy(folder, adapter="sd3", **options)
     with pytest.raises(UserError, match=r"PipelinePolicy takes no use_t5\."):
-        load_policy(folder, **{**given, "use_t5": False})
+        load_policy(folder, **{**options, "use_t5": False})
 
 
 def test_a_users_own_class_gets_what_it_takes(own):
-    usual = {"guidance": 1.0, "use_t5": True}
+    base = {"guidance": 1.0, "use_t5": True}
     policy: Any = load_policy(
-        "anything", adapter=f"{own}:Own", dtype=torch.float64, defaults=usual, guidance=2.0, use_t5=True
+        "anything", adapter=f"{own}:Own", dtype=torch.float64, defaults=base, guidance=2.0, use_t5=True
     )
     assert policy.guided and policy.source == "anything" and policy.storage_dtype == torch.float64
     with pytest.raises(UserError, match=r"Own takes no use_t5\. It takes dtype, device, guidance\."):
-        load_policy("anything", adapter=f"{own}:Own", defaults=usual, use_t5=False)
-    passing: Any = load_policy("x", adapter=f"{own}:Passing", defaults=usual, use_t5=True, guidance=3.0)
+        load_policy("anything", adapter=f"{own}:Own", defaults=base, use_t5=False)
+    passing: Any = load_policy("x", adapter=f"{own}:Passing", defaults=base, use_t5=True, guidance=3.0)
     assert passing.others == {"guidance": 3.0}
 
 

@@ -68,12 +68,12 @@ def flat_reference(self: Any) -> Iterator[None]:
 
 @contextmanager
 def stuck_reference(self: Any) -> Iterator[None]:
-    kept = [p.detach().clone() for _, p in self.trainable_parameters()]
+    saved = [p.detach().clone() for _, p in self.trainable_parameters()]
     for _, p in self.trainable_parameters():
         p.data.zero_()
     yield
-    if not any(p.any() for p in kept[1::2]):
-        for (_, p), value in zip(self.trainable_parameters(), kept, strict=True):
+    if not any(p.any() for p in saved[1::2]):
+        for (_, p), value in zip(self.trainable_parameters(), saved, strict=True):
             p.data.copy_(value)
 
 

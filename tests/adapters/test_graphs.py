@@ -122,11 +122,11 @@ def test_results_are_not_those_of_the_next_replay(recorded: list[Recorded]):
     for seed in range(EAGER_PASSES):
         gradients(policy, velocity(policy, seed))
     first = velocity(policy, 5)
-    kept, of_first = first.detach().clone(), gradients(policy, first)
-    copies = [gradient.clone() for gradient in of_first]
+    first_copy, first_gradients = first.detach().clone(), gradients(policy, first)
+    copies = [gradient.clone() for gradient in first_gradients]
     gradients(policy, velocity(policy, 6))
-    assert len(recorded) == 2 and torch.equal(first, kept)
-    assert all(torch.equal(gradient, copy) for gradient, copy in zip(of_first, copies, strict=True))
+    assert len(recorded) == 2 and torch.equal(first, first_copy)
+    assert all(torch.equal(gradient, copy) for gradient, copy in zip(first_gradients, copies, strict=True))
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
@@ -142,19 +142,19 @@ def test_weights_moved_in_place_are_seen_and_swapped_ones_or_adapters_off_are_ki
         assert len(recorded) == count
 
     compare(1)
-    for both in (policy, eager):
-        for _, weight in both.trainable_parameters():
+    for model in (policy, eager):
+        for _, weight in model.trainable_parameters():
             weight.data.mul_(1.5)
     compare(1)
     with policy.reference(), eager.reference():
         compare(2)
     compare(2)
-    layers = [mergeable_adapters(both.module) for both in (policy, eager)]
+    layers = [mergeable_adapters(model.module) for model in (policy, eager)]
     for _ in range(2):
         with merged_adapters(layers[0]), merged_adapters(layers[1]):
             compare(2)  # merged in place, so by the graph of the reference
     compare(2)
-    weights = [[weight for _, weight in both.trainable_parameters()] for both in (policy, eager)]
+    weights = [[weight for _, weight in model.trainable_parameters()] for model in (policy, eager)]
     halves = [[weight.data / 2 for weight in part] for part in weights]
     with swapped_weights(weights[0], halves[0]), swapped_weights(weights[1], halves[1]):
         compare(3)

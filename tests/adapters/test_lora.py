@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA: a start that depends on its seed alone, the places that were asked for, and messages."""
+"""LoRA: a start that depends on its seed alone, the chosen layers, and messages."""
 
 import json
 import math
@@ -110,6 +110,6 @@ def test_adapters_multiply_in_the_dtype_of_their_input_and_learn_in_float32():
     assert low.dtype == torch.bfloat16
     torch.testing.assert_close(low.float(), expected.detach(), rtol=2e-2, atol=2e-2 * float(expected.detach().std()))
     gradients = torch.autograd.grad(low.float().square().sum(), (a, b))
-    for gradient, wanted in zip(gradients, exact, strict=True):
+    for gradient, reference in zip(gradients, exact, strict=True):
         assert gradient.dtype == torch.float32
-        assert float((gradient - wanted).norm() / wanted.norm()) < 1e-2
+        assert float((gradient - reference).norm() / reference.norm()) < 1e-2

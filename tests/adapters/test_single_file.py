@@ -249,5 +249,5 @@ def test_export_lora_knows_a_file_by_the_runs_configuration(models, tmp_path):
     policy: Any = load_policy(file, config=models["sd15"][0], lora=LoraSettings(rank=2))
     policy.save(run / "lora")
     (run / "config.yaml").write_text(json.dumps({"model": {"path": str(file), "config": str(models["sd15"][0])}}))
-    done = CliRunner().invoke(app, ["export-lora", str(run), "-o", str(tmp_path / "comfy.safetensors")])
-    assert "layers for ComfyUI (sd15)" in done.output
+    result = CliRunner().invoke(app, ["export-lora", str(run), "-o", str(tmp_path / "comfy.safetensors")])
+    assert "layers for ComfyUI (sd15)" in result.output

@@ -28,8 +28,8 @@ def asked(policy: PipelinePolicy) -> tuple[torch.Tensor, torch.Tensor]:
     x = torch.randn(2, *policy.latent_shape, generator=torch.Generator().manual_seed(1))
     velocity = policy.velocity(x, torch.tensor([0.7, 0.7]), policy.encode(["a red circle", "two squares"]))
     weights = [w for n, w in policy.trainable_parameters() if "lora_B" in n]
-    found = torch.autograd.grad(velocity.square().sum(), weights, allow_unused=True)  # wan has two networks
-    return velocity.detach(), next(gradient for gradient in found if gradient is not None)
+    gradients = torch.autograd.grad(velocity.square().sum(), weights, allow_unused=True)  # wan has two networks
+    return velocity.detach(), next(gradient for gradient in gradients if gradient is not None)
 
 
 def compiled_graphs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -62,18 +62,18 @@ def test_it_is_the_same_function(name: str, how: dict[str, Any], monkeypatch: py
     graphs: list[int] = []
 
     def at_sizes() -> list[torch.Tensor]:
-        found = []
+        outputs = []
         for size in sizes:
             policy.image_size = size
-            found.extend(asked(policy))
+            outputs.extend(asked(policy))
             graphs.append(len(compiled))
-        return found
+        return outputs
 
-    before, of_others = at_sizes(), _AttentionBackendRegistry.get_active_backend()
+    before, backend = at_sizes(), _AttentionBackendRegistry.get_active_backend()
     speed_up(policy.module, **how)
-    assert _AttentionBackendRegistry.get_active_backend() == of_others
-    for there, here in zip(before, at_sizes(), strict=True):
-        torch.testing.assert_close(here, there, rtol=1e-3, atol=1e-4)
+    assert _AttentionBackendRegistry.get_active_backend() == backend
+    for expected, actual in zip(before, at_sizes(), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
     first, second = graphs[len(sizes) :]
     assert 0 < first < second if "compiled" in how else second == 0
     if name == "sd15":

@@ -83,28 +83,28 @@ def blind(images):
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_the_predicted_image_is_the_networks_own(kind):
-    sampler, judged = Sampler(kind), []
+    sampler, batches = Sampler(kind), []
 
     def reward(images):
-        judged.append(images)
+        batches.append(images)
         return torch.zeros(len(images))
 
     callback = SteeringCallback(sampler, reward, particles=2, resample_after=[1, 20, 38], decode=own)
     sampler(6, callback, shape=(2, 3))
-    for images, step in zip(judged, (1, 20, 38), strict=True):
+    for images, step in zip(batches, (1, 20, 38), strict=True):
         torch.testing.assert_close(images, sampler.seen[step], rtol=1e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize(("kind", "schedule"), [("flow", "flow"), ("ddim", "flow"), ("euler", "dance")])
 def test_the_noise_leaves_the_marginal_as_it_is_and_sets_children_apart(kind, schedule):
-    """A reward that says nothing: the images are still N(0.5, 0.3²), though all stood in noise 12 times."""
+    """Under a constant reward the images are still N(0.5, 0.3²), though noise was added 12 times."""
     count, after = 2048, range(2, 38, 3)
     sampler = Sampler(kind)
     callback = SteeringCallback(sampler, blind, resample_after=after, decode=own, schedule=schedule, noise_level=0.5)
-    plain, made = sampler(count, None), sampler(count, callback)
-    assert made.mean() == pytest.approx(float(plain.mean()), abs=0.02)
-    assert made.std() == pytest.approx(float(plain.std()), rel=0.06)
-    assert torch.corrcoef(torch.stack([made.flatten(), plain.flatten()]))[0, 1] < 0.9
+    plain, steered = sampler(count, None), sampler(count, callback)
+    assert steered.mean() == pytest.approx(float(plain.mean()), abs=0.02)
+    assert steered.std() == pytest.approx(float(plain.std()), rel=0.06)
+    assert torch.corrcoef(torch.stack([steered.flatten(), plain.flatten()]))[0, 1] < 0.9
     greedy = SteeringCallback(sampler, level, resample_after=[38], decode=own, strength=1e6)
     assert len(sampler(64, greedy).unique()) == 64, "all four of a group are children of one"
 
@@ -134,9 +134,9 @@ def test_groups_are_apart_and_what_could_not_be_judged_has_no_child():
         return value
 
     callback = SteeringCallback(sampler, reward, resample_after=[20], decode=own, noise_level=1e-6)
-    before, made = sampler(12, None).flatten(), sampler(12, callback).flatten()
-    torch.testing.assert_close(made[:4], before[:4], rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(made[4:8], before[6].expand(4), rtol=1e-3, atol=1e-3)
+    before, steered = sampler(12, None).flatten(), sampler(12, callback).flatten()
+    torch.testing.assert_close(steered[:4], before[:4], rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(steered[4:8], before[6].expand(4), rtol=1e-3, atol=1e-3)
 
 
 def test_a_seed_makes_the_call_again():
@@ -156,17 +156,17 @@ FAMILIES = ("sd15", "qwen_image", "wan")  # of noise, packed, a video
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_it_decodes_as_the_family_does_and_leaves_the_pipeline_alone(name):
-    """The images that the reward sees are those of the policy, whose velocity is asked in the other way."""
+    """The reward sees the images of the policy, whose velocity is computed the other way."""
     pipe, options = tiny_pipeline(name)
     if name == "wan":  # its own solver takes several steps into account
         pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
     scheduler, encode = pipe.scheduler, pipe.encode_prompt
     weights = {n: p.clone() for n, p in pipe.components[_network(pipe)].named_parameters()}
-    judged: list[torch.Tensor] = []
+    batches: list[torch.Tensor] = []
     sizes = {key: options[key] for key in ("image_size", "num_frames") if key in options}
 
     def reward(images):
-        judged.append(images)
+        batches.append(images)
         return level(images)
 
     callback = SteeringCallback(pipe, reward, particles=2, resample_after=[1], **sizes)
@@ -184,8 +184,8 @@ def test_it_decodes_as_the_family_does_and_leaves_the_pipeline_alone(name):
     latents = torch.randn(4, *policy.latent_shape, generator=torch.Generator().manual_seed(5))
     condition = policy.encode(tiny_prompts(name, ["a red circle"] * 2 + ["two blue squares!"] * 2))
     call |= {**policy._call.fixed, **policy._call.inputs(condition.rows(), guided=policy.guided)}
-    made = pipe(**call, latents=latents.clone(), callback_on_step_end=callback)[0]
-    assert torch.as_tensor(made).isfinite().all()
+    output = pipe(**call, latents=latents.clone(), callback_on_step_end=callback)[0]
+    assert torch.as_tensor(output).isfinite().all()
     grid = policy.sigmas(4)
     x = latents * (1 if policy.prediction == "velocity" else preserving_scale(grid[0]))
     with torch.no_grad():
@@ -193,8 +193,8 @@ def test_it_decodes_as_the_family_does_and_leaves_the_pipeline_alone(name):
             v = policy.velocity(x, grid[k].expand(4), condition)
             clean, x = x - grid[k] * v, x + (grid[k + 1] - grid[k]) * v
         expected = policy.decode(clean)
-    assert judged[0].shape == expected.shape
-    torch.testing.assert_close(judged[0], expected, rtol=0, atol=2e-3)
+    assert batches[0].shape == expected.shape
+    torch.testing.assert_close(batches[0], expected, rtol=0, atol=2e-3)
 
 
 def _network(pipe):
@@ -226,9 +226,9 @@ def test_calls_that_ask_no_callback_are_refused(name, kind):
 
 def test_calls_that_do_not_fit_are_refused():
     sampler = Sampler("flow")
-    for given, message in (({"particles": 1}, "particles is 1; gr"), ({"schedule": "none"}, "draws no noise")):
+    for options, message in (({"particles": 1}, "particles is 1; gr"), ({"schedule": "none"}, "draws no noise")):
         with pytest.raises(ValueError, match=message):
-            SteeringCallback(sampler, level, **{"resample_after": [2], "noise_level": 0.5, **given}, decode=own)
+            SteeringCallback(sampler, level, **{"resample_after": [2], "noise_level": 0.5, **options}, decode=own)
     late = SteeringCallback(sampler, level, resample_after=[39], decode=own)
     with pytest.raises(UserError, match=r"The call has 40 steps\. .*among 1 to 38"):
         sampler(8, late)

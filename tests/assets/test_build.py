@@ -59,50 +59,50 @@ def scene(*objects: tuple[str, str, float, float], style: str = "flat") -> Scene
 
 def test_patches_are_those_of_the_models_image_processor() -> None:
     images = np.random.default_rng(0).integers(0, 256, (3, 64, 64, 3), dtype=np.uint8)
-    made: Any = AutoProcessor.from_pretrained(packaged("shapes-vlm")).image_processor
-    cut = made(images=[Image.fromarray(image) for image in images], return_tensors="pt")
+    processor: Any = AutoProcessor.from_pretrained(packaged("shapes-vlm")).image_processor
+    cut = processor(images=[Image.fromarray(image) for image in images], return_tensors="pt")
     assert cut["image_grid_thw"].tolist() == [[1, 8, 8]] * 3
     torch.testing.assert_close(patches_of(images), cut["pixel_values"], atol=1e-6, rtol=0)
 
 
 def test_cells_say_where_the_centres_are() -> None:
-    given = cell_targets([scene(("circle", "red", 20.0, 3.0), ("cross", "white", 50.0, 60.0))])[0]
+    targets = cell_targets([scene(("circle", "red", 20.0, 3.0), ("cross", "white", 50.0, 60.0))])[0]
     # x 20, y 3: patch column 2, row 0 -> token 1, its cell 0; x 50, y 60: column 6, row 7 -> token 15, cell 2
-    assert given[1, 0].tolist() == [1, 0, 0, 0] and given[15, 2].tolist() == [1, 3, 6, 0]
-    assert int(given[..., 0].sum()) == 2 and set(given[0, :, 1].tolist()) == {-100}
+    assert targets[1, 0].tolist() == [1, 0, 0, 0] and targets[15, 2].tolist() == [1, 3, 6, 0]
+    assert int(targets[..., 0].sum()) == 2 and set(targets[0, :, 1].tolist()) == {-100}
 
 
-def answer_logits(model: Any, asked: list[list[Question]], features: torch.Tensor) -> list[torch.Tensor]:
+def answer_logits(model: Any, rows: list[list[Question]], features: torch.Tensor) -> list[torch.Tensor]:
     """[V] logits of the answer's first token, for each question in turn."""
-    packed = pack_questions(TOKENIZER, asked, features.shape[1] // TOKENS, TOKENS)
+    packed = pack_questions(TOKENIZER, rows, features.shape[1] // TOKENS, TOKENS)
     first = (packed.labels != -100) & (packed.labels.roll(1, 1) == -100)
     return list(model.lm_head(answer_states(model, packed, features)[first]))
 
 
 def test_a_packed_question_is_what_it_is_alone(model: Any) -> None:
     scenes = [WORLD.scene(n) for n in range(2)]
-    asked = [WORLD.about(scenes[n], n, 6) for n in range(2)]
+    rows = [WORLD.about(scenes[n], n, 6) for n in range(2)]
     with torch.no_grad():
         features = see(model, render_many(scenes))
-        packed = answer_logits(model, asked, features)
-        alone = [answer_logits(model, [[question]], features[n : n + 1])[0] for n in range(2) for question in asked[n]]
-    torch.testing.assert_close(torch.stack(packed), torch.stack(alone), atol=2e-4, rtol=1e-4)
-    assert torch.stack(alone).std(0).max() > 1e-2
+        packed = answer_logits(model, rows, features)
+        single = [answer_logits(model, [[question]], features[n : n + 1])[0] for n in range(2) for question in rows[n]]
+    torch.testing.assert_close(torch.stack(packed), torch.stack(single), atol=2e-4, rtol=1e-4)
+    assert torch.stack(single).std(0).max() > 1e-2
 
 
 def test_packing_gives_what_the_library_computes_from_processor_inputs(model: Any) -> None:
     samples = 2
     scenes = [WORLD.scene(n) for n in range(samples)]
-    shown, question = (render_many(scenes), Question(text=BETTER.replace("{prompt}", "a red cross"), answer="yes"))
+    arrays, question = (render_many(scenes), Question(text=BETTER.replace("{prompt}", "a red cross"), answer="yes"))
     content = [{"type": "image"}] * samples + [{"type": "text", "text": question.text}]
     processor: Any = AutoProcessor.from_pretrained(packaged("shapes-vlm"))
     text = processor.apply_chat_template(
         [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
     )
-    images = [Image.fromarray(image) for image in shown]
+    images = [Image.fromarray(image) for image in arrays]
     with torch.no_grad():
         theirs = model(**processor(text=[text], images=images, return_tensors="pt")).logits[0, -1]
-        features = see(model, shown).reshape(1, samples * TOKENS, -1)
+        features = see(model, arrays).reshape(1, samples * TOKENS, -1)
         ours = answer_logits(model, [[question]], features)[0]
     torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-4)
 
@@ -110,29 +110,29 @@ def test_packing_gives_what_the_library_computes_from_processor_inputs(model: An
 def test_alignment_questions_are_true_and_balanced() -> None:
     answers = []
     for n in range(200):
-        given = WORLD.scene(n)
-        for question in WORLD.about(given, n, 4)[:2]:
+        picture = WORLD.scene(n)
+        for question in WORLD.about(picture, n, 4)[:2]:
             prompt = question.text.removeprefix("Does the picture show ").removesuffix("?")
             record = RECORDS[prompt]  # and so no held-out prompt
-            assert (question.answer == "yes") == verify_scene(given, record).correct
+            assert (question.answer == "yes") == verify_scene(picture, record).correct
             answers.append(question.answer)
     assert 0.35 < answers.count("yes") / len(answers) < 0.7
 
 
 def test_parts_looks_and_ratings_are_true() -> None:
     rng = np.random.default_rng(0)
-    given = scene(("circle", "red", 20.0, 20.0), ("circle", "orange", 45.0, 20.0), style="shaded")
+    picture = scene(("circle", "red", 20.0, 20.0), ("circle", "orange", 45.0, 20.0), style="shaded")
     truth = {"Are there two circles?": "yes", "Are there three circles?": "no", "Is there a red circle?": "yes"}
     truth |= {"Is there an orange circle?": "yes", "Is there a red circle left of an orange circle?": "yes"}
     truth |= {"Is there an orange circle left of a red circle?": "no", "Is there a blue circle?": "no"}
-    seen = {question.text: question.answer for question in (part(given, rng) for _ in range(600))}
-    assert truth.keys() <= seen.keys() and truth == {text: seen[text] for text in truth}
-    looks = {question.text: question.answer for question in (appearance(given, rng) for _ in range(200))}
-    assert {text for text, answer in looks.items() if answer == "yes"} == {"Are the shapes shaded?"}
-    assert len(looks) == len(LOOKS) == len(STYLES) + len(DISTORTIONS) - 1
-    faint = given.distorted("blur", 0.1)
+    parts = {question.text: question.answer for question in (part(picture, rng) for _ in range(600))}
+    assert truth.keys() <= parts.keys() and truth == {text: parts[text] for text in truth}
+    appearances = {question.text: question.answer for question in (appearance(picture, rng) for _ in range(200))}
+    assert {text for text, answer in appearances.items() if answer == "yes"} == {"Are the shapes shaded?"}
+    assert len(appearances) == len(LOOKS) == len(STYLES) + len(DISTORTIONS) - 1
+    faint = picture.distorted("blur", 0.1)
     assert "Is the picture blurred?" not in {appearance(faint, rng).text for _ in range(200)}
-    ratings = [int(rate(given.distorted("noise", 0.35), rng).answer[8]) for _ in range(2000)]
+    ratings = [int(rate(picture.distorted("noise", 0.35), rng).answer[8]) for _ in range(2000)]
     assert set(ratings) == {3, 4} and np.mean(ratings) == pytest.approx(3.6, abs=0.05)
 
 
@@ -140,11 +140,11 @@ def test_on_a_canvas_the_cells_are_where_the_objects_are_seen() -> None:
     scene = next(s for s in map(WORLD.scene, range(50)) if len(s.objects) == 1)
     for share, x, y in ((0.5, 0.0, 0.0), (0.5, 1.0, 1.0), (1.0, 0.3, 0.3)):
         canvas = Canvas(share=share, x=x, y=y, color=(0, 0, 0))
-        laid = replace(scene, canvas=canvas)
+        placed = replace(scene, canvas=canvas)
         left, top, side = canvas.box()
         (item,) = scene.objects
         row, column = (int((t + v * side / SIZE) // PATCH) for t, v in ((top, item.y), (left, item.x)))
-        target = cell_targets([laid]).view(1, 4, 4, 2, 2, 4)
+        target = cell_targets([placed]).view(1, 4, 4, 2, 2, 4)
         assert target[0, row // 2, column // 2, row % 2, column % 2, 0] == 1
         assert int(target[..., 0].sum()) == 1
 
@@ -173,13 +173,13 @@ def test_solution_labels_are_the_next_tokens_and_a_packed_example_sees_itself_al
     model: Any = new_language().eval()
     examples = encode(new_tokenizer(), [task_record(n, seed=0) for n in range(6)])
     with torch.no_grad():
-        alone, tokens = 0.0, 0
+        total, tokens = 0.0, 0
         for ids, prompt in examples:
             logits = model(input_ids=torch.tensor([ids])).logits[0, prompt - 1 : -1]
-            alone += float(F.cross_entropy(logits, torch.tensor(ids[prompt:]), reduction="sum"))
+            total += float(F.cross_entropy(logits, torch.tensor(ids[prompt:]), reduction="sum"))
             tokens += len(ids) - prompt
         loss = float(solution_loss(model, pack(examples, row=256, pad=0)))
-    assert loss == pytest.approx(alone / tokens, rel=1e-6)
+    assert loss == pytest.approx(total / tokens, rel=1e-6)
 
 
 def test_a_share_of_the_corpus_misreads_one_number() -> None:

@@ -15,12 +15,12 @@ def test_two_maps_by_hand() -> None:
     truth = np.zeros((3, 2, 2))
     truth[0, 0, 0] = truth[1, 0, 0] = truth[1, 0, 1] = 1.0
     heat = np.array([[[0.9, 0.6], [0.1, 0.0]], [[0.4, 0.2], [0.3, 0.0]], [[0.7, 0.0], [0.0, 0.0]]])
-    found = heatmap_quality(heat, truth)
-    assert found.auc == pytest.approx((1 + 3 / 4) / 2)  # of the second, 0.2 is below the 0.3 of a right cell
-    assert found.iou == pytest.approx((1 / 2 + 0) / 2)
-    assert (found.found, found.alarms) == (0.5, 1.0)
-    assert found.error == pytest.approx((0.1 + 0.6 + 0.1 + 0.6 + 0.8 + 0.3 + 0.7) / 12)
-    assert found.correlation == pytest.approx(np.corrcoef(heat[:2].ravel(), truth[:2].ravel())[0, 1])
+    quality = heatmap_quality(heat, truth)
+    assert quality.auc == pytest.approx((1 + 3 / 4) / 2)  # of the second, 0.2 is below the 0.3 of a right cell
+    assert quality.iou == pytest.approx((1 / 2 + 0) / 2)
+    assert (quality.found, quality.alarms) == (0.5, 1.0)
+    assert quality.error == pytest.approx((0.1 + 0.6 + 0.1 + 0.6 + 0.8 + 0.3 + 0.7) / 12)
+    assert quality.correlation == pytest.approx(np.corrcoef(heat[:2].ravel(), truth[:2].ravel())[0, 1])
 
 
 def test_a_perfect_map_and_images_of_one_kind_alone() -> None:

@@ -40,12 +40,12 @@ def test_every_packaged_model_is_there_with_its_card_and_together_they_are_small
 def test_no_packaged_file_names_a_place_on_a_machine() -> None:
     texts = [f for f in assets_folder().rglob("*") if f.suffix in {".json", ".md", ".jinja", ".txt"}]
     absolute = re.compile(r"""["'`( ](?:/[\w.-]+){2,}|[A-Za-z]:\\\\""")
-    found = {
+    paths = {
         f.name: hit[0]
         for f in texts
         if f.name not in {"tokenizer.json", "vocab.json"} and (hit := absolute.search(f.read_text()))
     }
-    assert len(texts) > 20 and found == {}
+    assert len(texts) > 20 and paths == {}
 
 
 def test_the_autoencoder_keeps_scenes_verifiably_the_same() -> None:
@@ -102,13 +102,13 @@ def test_clip_is_as_good_as_its_card_says() -> None:
     from visalign.rewards.clip.open_clip_folder import load_open_clip
 
     model, _, _ = load_open_clip("shapes-clip")
-    found = retrieval(model, captions=64, draws=4, seed=3)
+    measured = retrieval(model, captions=64, draws=4, seed=3)
     text = card("shapes-clip")
     for name, words in (("image_to_text", "image to text"), ("text_to_image", "text to image")):
         stated = re.search(rf"- {words}: ([\d.]+)", text)
         assert stated is not None
-        assert abs(found[name] - float(stated[1])) < 0.04
-        assert found[name] >= 0.95
+        assert abs(measured[name] - float(stated[1])) < 0.04
+        assert measured[name] >= 0.95
 
 
 def test_clip_is_right_on_grounds_that_are_not_its_worlds() -> None:
@@ -126,9 +126,9 @@ def test_clip_is_right_on_grounds_that_are_not_its_worlds() -> None:
 
 
 def stated(text: str, pattern: str) -> float:
-    found = re.search(pattern, text, re.DOTALL)
-    assert found is not None, pattern
-    return float(found[1])
+    match = re.search(pattern, text, re.DOTALL)
+    assert match is not None, pattern
+    return float(match[1])
 
 
 def test_the_vision_language_model_is_as_good_as_its_card_says() -> None:
@@ -137,12 +137,12 @@ def test_the_vision_language_model_is_as_good_as_its_card_says() -> None:
 
     text = card("shapes-vlm")
     engine = VisionLanguageEngine.from_pretrained("shapes-vlm")
-    found = answer_accuracy(engine, images=100, pairs=60, seed=3)
-    assert abs(found["yes/no"] - stated(text, r"right answers, ([\d.]+) in all")) < 0.03
-    assert abs(found["pair"] - stated(text, r"log-odds averaged:\n([\d.]+) right")) < 0.08
-    assert abs(found["rating error"] - stated(text, r"mean absolute error\s+([\d.]+\d)")) < 0.1
-    assert abs(found["rating order"] - stated(text, r"the ratings\s+order ([\d.]+\d)")) < 0.03
-    assert found["rating order"] >= 0.95
+    measured = answer_accuracy(engine, images=100, pairs=60, seed=3)
+    assert abs(measured["yes/no"] - stated(text, r"right answers, ([\d.]+) in all")) < 0.03
+    assert abs(measured["pair"] - stated(text, r"log-odds averaged:\n([\d.]+) right")) < 0.08
+    assert abs(measured["rating error"] - stated(text, r"mean absolute error\s+([\d.]+\d)")) < 0.1
+    assert abs(measured["rating order"] - stated(text, r"the ratings\s+order ([\d.]+\d)")) < 0.03
+    assert measured["rating order"] >= 0.95
 
 
 def test_the_trained_judges_order_clear_pairs_as_their_cards_say() -> None:
@@ -171,17 +171,17 @@ def test_the_heatmap_heads_are_as_good_as_their_card_says() -> None:
     text = card("shapes-heie")
     assert size_of(Path(resolve_model("shapes-heie"))) <= 0.4
     judge = Heie(write_reasons=False)
-    found = heie_measures(judge, shapes_faults(80, split="heldout", seed=11))
+    measured = heie_measures(judge, shapes_faults(80, split="heldout", seed=11))
     row = r"weighted by their deviations \|"
-    assert found["correlation"] == pytest.approx(stated(text, row + r" ([\d.]+)"), abs=0.06)
-    assert found["auc"] == pytest.approx(stated(text, row + r" [\d.]+ \| ([\d.]+)"), abs=0.02)
-    assert found["iou"] == pytest.approx(stated(text, row + r"(?: [\d.]+ \|){2} ([\d.]+)"), abs=0.08)
-    assert found["srcc"] == pytest.approx(stated(text, r"of score and truth: ([\d.]+)"), abs=0.06)
-    assert found["auc right"] == pytest.approx(stated(text, r"undistorted: ([\d.]+)"), abs=0.03)
-    for name, place in (("coverage 0.9", 1), ("wrong coverage 0.9", 2)):
-        column = rf"\| 0\.9 (?:\| [\d.]+ ){{{place - 1}}}\| ([\d.]+)"
-        assert found[name] == pytest.approx(stated(text, column), abs=0.05)
-    assert found["correlation"] > 0.8 and found["srcc"] > 0.8 and found["auc right"] > 0.95
+    assert measured["correlation"] == pytest.approx(stated(text, row + r" ([\d.]+)"), abs=0.06)
+    assert measured["auc"] == pytest.approx(stated(text, row + r" [\d.]+ \| ([\d.]+)"), abs=0.02)
+    assert measured["iou"] == pytest.approx(stated(text, row + r"(?: [\d.]+ \|){2} ([\d.]+)"), abs=0.08)
+    assert measured["srcc"] == pytest.approx(stated(text, r"of score and truth: ([\d.]+)"), abs=0.06)
+    assert measured["auc right"] == pytest.approx(stated(text, r"undistorted: ([\d.]+)"), abs=0.03)
+    for name, number in (("coverage 0.9", 1), ("wrong coverage 0.9", 2)):
+        column = rf"\| 0\.9 (?:\| [\d.]+ ){{{number - 1}}}\| ([\d.]+)"
+        assert measured[name] == pytest.approx(stated(text, column), abs=0.05)
+    assert measured["correlation"] > 0.8 and measured["srcc"] > 0.8 and measured["auc right"] > 0.95
 
 
 def test_the_judge_of_pairs_names_the_better_one_as_its_card_says() -> None:
@@ -190,12 +190,12 @@ def test_the_judge_of_pairs_names_the_better_one_as_its_card_says() -> None:
     world = ShapesPreferences(11, split="heldout")
     pairs = [pair for pair in (world.pair(n) for n in range(200)) if pair.is_clear]
     left, right = (np.stack([pair.images()[side] for pair in pairs]) for side in (0, 1))
-    found = RewardDancePairs().compare(left, right, [pair.prompt for pair in pairs])
+    preferences = RewardDancePairs().compare(left, right, [pair.prompt for pair in pairs])
     better = torch.tensor([pair.utility[0] > pair.utility[1] for pair in pairs])
-    share = ((found.prob > 0.5) == better).float().mean().item()
-    assert bool(found.valid.all()) and share >= 0.9
-    wanted = stated(card("shapes-pairs"), r"truth is clear \| [\d.]+ \| ([\d.]+)")
-    assert wanted >= 0.95 and share == pytest.approx(wanted, abs=0.05)
+    share = ((preferences.prob > 0.5) == better).float().mean().item()
+    assert bool(preferences.valid.all()) and share >= 0.9
+    expected = stated(card("shapes-pairs"), r"truth is clear \| [\d.]+ \| ([\d.]+)")
+    assert expected >= 0.95 and share == pytest.approx(expected, abs=0.05)
 
 
 def test_the_language_model_is_as_good_as_its_card_says() -> None:

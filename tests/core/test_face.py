@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `visalign.core` shows first, what it finds in its rooms, and that torch is all it takes."""
+"""What `visalign.core` lists first, what it finds in its modules, and that it needs torch alone."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ def test_torch_is_all_that_it_imports() -> None:
         "[getattr(c, n) for names in c.MODULES.values() for n in names.split()]\n"
         f"print([m for m in {HEAVY!r} if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == "[]"

@@ -23,6 +23,6 @@ def cases(family: str):
     ("family", "case"), [*cases("E_sigma_tables"), *cases("E_sde_steps"), *cases("L_precise_steps")]
 )
 def test_golden(family, case):
-    found = run_case(family, case)
-    assert found is not None, "this variant is not known"
-    assert found.ok, found
+    comparison = run_case(family, case)
+    assert comparison is not None, "this variant is not known"
+    assert comparison.ok, comparison

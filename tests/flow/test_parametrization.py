@@ -30,14 +30,14 @@ def test_each_prediction_gives_noise_minus_image(prediction):
         "v": ((1 - rows) * noise - rows * x0) / scale,  # α ε − s x0
         "x0": x0,
     }[prediction]
-    found = velocity_of_prediction(output, x, sigma, prediction)
-    torch.testing.assert_close(found, noise - x0, rtol=1e-12, atol=1e-12)
+    velocity = velocity_of_prediction(output, x, sigma, prediction)
+    torch.testing.assert_close(velocity, noise - x0, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v", "x0"])
 @pytest.mark.parametrize("schedule", ["linear", "scaled_linear"])
 def test_a_ddim_step_is_the_euler_step_of_the_flow(prediction, schedule):
-    """η = 0: α' x0 + s' ε at DDIM's scale, whatever the network says it is."""
+    """η = 0: α' x0 + s' ε at DDIM's scale, whatever the network predicts."""
     scheduler = DDIMScheduler(
         beta_schedule=schedule,
         prediction_type=DIFFUSERS[prediction],
@@ -61,13 +61,13 @@ def test_a_ddim_step_is_the_euler_step_of_the_flow(prediction, schedule):
 
 def test_a_rollout_of_another_prediction_starts_from_noise_of_its_own_scale(monkeypatch):
     policy = GaussianPolicy(latent_shape=(2, 3), prediction="epsilon")
-    seen = []
-    monkeypatch.setattr(policy, "velocity", lambda x, sigma, _, time: seen.append((x, time)) or 0 * x)
+    calls = []
+    monkeypatch.setattr(policy, "velocity", lambda x, sigma, _, time: calls.append((x, time)) or 0 * x)
     noise = torch.randn(2, 2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     grid = torch.tensor([0.8, 0.4, 0.0])
     rollout(policy, policy.encode(["a", "b"]), sigmas=grid, noise=noise)
-    torch.testing.assert_close(seen[0][0], noise * (0.2**2 + 0.8**2) ** 0.5, rtol=1e-6, atol=0)
-    assert [time.tolist() for _, time in seen] == [[800.0] * 2, [400.0] * 2]
+    torch.testing.assert_close(calls[0][0], noise * (0.2**2 + 0.8**2) ** 0.5, rtol=1e-6, atol=0)
+    assert [time.tolist() for _, time in calls] == [[800.0] * 2, [400.0] * 2]
 
 
 def test_levels_that_do_not_fix_the_velocity_are_refused():

@@ -45,61 +45,61 @@ def replay_all(policy: DiffusionPolicy, trajectory: Trajectory, condition: Shift
 @pytest.mark.parametrize(("schedule", "noise_level", "form"), KERNELS)
 def test_trajectory_is_consistent(schedule, noise_level, form):
     policy = LinearPolicy(storage_dtype=torch.bfloat16)
-    found = run(policy, schedule=schedule, noise_level=noise_level, log_prob=form)
-    assert found.x.shape == found.x_next.shape == found.mean.shape == (5, 3, 2, 3, 3)
-    assert found.x.dtype == found.x_next.dtype == found.latents.dtype == torch.bfloat16
-    assert found.log_prob.dtype == found.mean.dtype == found.std.dtype == found.sigma.dtype == torch.float32
-    assert found.log_prob.shape == found.std.shape == (5, 3) and found.sde_steps == (0, 2, 3)
-    assert torch.equal(found.sigma, SIGMAS[[0, 2, 3]]) and torch.equal(found.sigma_next, SIGMAS[[1, 3, 4]])
-    assert torch.equal(found.x[:, 2], found.x_next[:, 1])  # steps 2 and 3 are neighbours
-    assert torch.equal(found.x[:, 0], initial_noise(SEEDS, (2, 3, 3)).bfloat16())
-    assert len(found) == 5 and found.dimensions == 18
-    sample, step = found.all_pairs()
+    samples = run(policy, schedule=schedule, noise_level=noise_level, log_prob=form)
+    assert samples.x.shape == samples.x_next.shape == samples.mean.shape == (5, 3, 2, 3, 3)
+    assert samples.x.dtype == samples.x_next.dtype == samples.latents.dtype == torch.bfloat16
+    assert samples.log_prob.dtype == samples.mean.dtype == samples.std.dtype == samples.sigma.dtype == torch.float32
+    assert samples.log_prob.shape == samples.std.shape == (5, 3) and samples.sde_steps == (0, 2, 3)
+    assert torch.equal(samples.sigma, SIGMAS[[0, 2, 3]]) and torch.equal(samples.sigma_next, SIGMAS[[1, 3, 4]])
+    assert torch.equal(samples.x[:, 2], samples.x_next[:, 1])  # steps 2 and 3 are neighbours
+    assert torch.equal(samples.x[:, 0], initial_noise(SEEDS, (2, 3, 3)).bfloat16())
+    assert len(samples) == 5 and samples.dimensions == 18
+    sample, step = samples.all_pairs()
     assert sorted(zip(sample.tolist(), step.tolist(), strict=True)) == [(b, s) for b in range(5) for s in range(3)]
-    assert not found.log_prob.requires_grad and not found.x.requires_grad
+    assert not samples.log_prob.requires_grad and not samples.x.requires_grad
 
 
 def test_steps_between_noise_steps_are_euler_steps():
     policy = LinearPolicy()
-    found = run(policy)
+    samples = run(policy)
     with torch.no_grad():
-        x = found.x_next[:, 0]
+        x = samples.x_next[:, 0]
         v = policy.velocity(x, SIGMAS[1].expand(5), CONDITION)
-        assert torch.equal(sde_step(x, v, SIGMAS[1], SIGMAS[2], schedule="none").mean, found.x[:, 1])
-        x = found.x_next[:, 2]
+        assert torch.equal(sde_step(x, v, SIGMAS[1], SIGMAS[2], schedule="none").mean, samples.x[:, 1])
+        x = samples.x_next[:, 2]
         for k in (4, 5):
             x = x + (SIGMAS[k + 1] - SIGMAS[k]) * policy.velocity(x, SIGMAS[k].expand(5), CONDITION)
-    torch.testing.assert_close(found.latents, x)
+    torch.testing.assert_close(samples.latents, x)
 
 
 @pytest.mark.parametrize(("dtype", "log_prob_reduction"), [(torch.float32, "sum"), (torch.bfloat16, "mean")])
 @pytest.mark.parametrize(("schedule", "noise_level", "form"), KERNELS)
 def test_replay_under_unchanged_weights_has_ratio_one(dtype, log_prob_reduction, schedule, noise_level, form):
     policy = GaussianPolicy(latent_shape=(2, 3, 3), storage_dtype=dtype)
-    found = run(
+    samples = run(
         policy, schedule=schedule, noise_level=noise_level, log_prob=form, log_prob_reduction=log_prob_reduction
     )
-    pairs, stats = replay_all(policy, found)
+    pairs, stats = replay_all(policy, samples)
     assert torch.equal(stats.log_prob, pairs.log_prob)  # exactly 1: elementwise policy, rounded before the log-prob
     assert torch.equal(stats.mean, pairs.mean) and torch.equal(stats.std, pairs.std)
-    check = ratio_check(policy, CONDITION, found)
+    check = ratio_check(policy, CONDITION, samples)
     assert check.ok and check.max_abs_log_ratio == check.mean_abs_log_ratio == 0 and check.pairs == 15
 
 
 @pytest.mark.parametrize("shape", [(5,), (6, 4), (3, 4, 2), (2, 3, 2, 2)], ids=["flat", "packed", "last", "video"])
 def test_a_latent_has_any_shape(shape):
     policy = LinearPolicy(shape=shape)
-    found = run(policy, log_prob_reduction="sum")
-    assert found.x.shape == (5, 3, *shape) and found.dimensions == math.prod(shape)
-    pairs, stats = replay_all(policy, found)
+    samples = run(policy, log_prob_reduction="sum")
+    assert samples.x.shape == (5, 3, *shape) and samples.dimensions == math.prod(shape)
+    pairs, stats = replay_all(policy, samples)
     assert stats.mean.shape == (15, *shape)
     expected = torch.distributions.Normal(stats.mean.flatten(1), stats.std[:, None]).log_prob(pairs.x_next.flatten(1))
     torch.testing.assert_close(stats.log_prob, expected.sum(1))
-    assert ratio_check(policy, CONDITION, found).max_abs_log_ratio < 1e-5 * found.dimensions
+    assert ratio_check(policy, CONDITION, samples).max_abs_log_ratio < 1e-5 * samples.dimensions
 
 
 def test_the_time_that_the_network_saw_is_recorded_and_replayed():
-    """A grid whose times do not follow from σ alone: its third of six, wherever that level lies."""
+    """A grid whose times follow from the number of the step, not from σ."""
 
     class Timed(LinearPolicy):
         def times(self, sigmas):
@@ -111,29 +111,29 @@ def test_the_time_that_the_network_saw_is_recorded_and_replayed():
             )
 
     policy = Timed()
-    found = run(policy)
+    samples = run(policy)
     times = torch.linspace(999, 0, 7)
-    assert torch.equal(found.time, times[[0, 2, 3]])
-    pairs, _ = replay_all(policy, found)
+    assert torch.equal(samples.time, times[[0, 2, 3]])
+    pairs, _ = replay_all(policy, samples)
     assert torch.equal(pairs.time, times[[0, 2, 3]].repeat(5))
-    assert ratio_check(policy, CONDITION, found).max_abs_log_ratio < 1e-5
+    assert ratio_check(policy, CONDITION, samples).max_abs_log_ratio < 1e-5
     guess = dataclasses.replace(pairs, time=policy.times(pairs.sigma))
-    guessed = replay(policy, CONDITION.select(found.all_pairs()[0]), guess, found.kernel)
+    guessed = replay(policy, CONDITION.select(samples.all_pairs()[0]), guess, samples.kernel)
     assert (guessed.log_prob - pairs.log_prob).abs().max() > 1
 
 
 def test_ratio_error_names_causes_and_carries_the_measurement():
     policy = LinearPolicy()
-    found = run(policy)
+    samples = run(policy)
     policy.network.weight.data += 0.05
     with pytest.raises(
         RatioError, match=r"ratio must be 1.*15 pairs.*allowed 1e-05.*dropout.*guidance.*objective\.ratio_bound"
     ) as caught:
-        ratio_check(policy, CONDITION, found)
+        ratio_check(policy, CONDITION, samples)
     assert not caught.value.check.ok and caught.value.check.max_abs_log_ratio > 1e-5
-    loose = ratio_check(policy, CONDITION, found, bound=100.0)
+    loose = ratio_check(policy, CONDITION, samples, bound=100.0)
     assert loose.ok and loose.pairs == 15 and loose.bound == 100.0
-    assert not ratio_check(policy, CONDITION, found, strict=False).ok
+    assert not ratio_check(policy, CONDITION, samples, strict=False).ok
 
 
 def test_a_log_ratio_that_is_no_number_is_not_one():
@@ -144,17 +144,17 @@ def test_a_log_ratio_that_is_no_number_is_not_one():
 @pytest.mark.parametrize(("schedule", "noise_level", "form"), KERNELS)
 def test_replay_gradient_equals_finite_differences(schedule, noise_level, form):
     policy = LinearPolicy(storage_dtype=torch.float64, shape=(1, 2, 2))
-    found = run(policy, schedule=schedule, noise_level=noise_level, log_prob=form)
+    samples = run(policy, schedule=schedule, noise_level=noise_level, log_prob=form)
     weight = policy.network.weight
     weight.data += 0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1), dtype=weight.dtype)
-    _, stats = replay_all(policy, found)
+    _, stats = replay_all(policy, samples)
     (gradient,) = torch.autograd.grad(stats.log_prob.sum(), weight)
     assert gradient.abs().max() > 1e-3
     for row, column in [(0, 0), (1, 3), (3, 5), (2, 4)]:
         values = []
         for nudge in (1e-5, -2e-5):
             weight.data[row, column] += nudge
-            values.append(replay_all(policy, found)[1].log_prob.sum().item())
+            values.append(replay_all(policy, samples)[1].log_prob.sum().item())
         weight.data[row, column] += 1e-5
         assert (values[0] - values[1]) / 2e-5 == pytest.approx(gradient[row, column].item(), rel=1e-6, abs=1e-8)
 
@@ -162,11 +162,11 @@ def test_replay_gradient_equals_finite_differences(schedule, noise_level, form):
 @pytest.mark.parametrize("schedule", ["flow", "cps"])
 def test_a_sample_does_not_depend_on_its_batch(schedule):
     policy = GaussianPolicy(latent_shape=(2, 3, 3), storage_dtype=torch.float32)
-    whole = run(policy, schedule=schedule)
+    full = run(policy, schedule=schedule)
     for batch_size in (1, 2, 3, 5, 99, 10**20):
         chunked = run(policy, schedule=schedule, batch_size=batch_size)
         for name in ("latents", "x", "x_next", "log_prob", "mean", "std"):
-            assert torch.equal(getattr(whole, name), getattr(chunked, name)), (name, batch_size)
+            assert torch.equal(getattr(full, name), getattr(chunked, name)), (name, batch_size)
     order = torch.tensor([4, 1])
     few = rollout(
         policy,
@@ -176,7 +176,7 @@ def test_a_sample_does_not_depend_on_its_batch(schedule):
         schedule=schedule,
         seeds=torch.tensor(SEEDS)[order],
     )
-    assert torch.equal(few.latents, whole.latents[order]) and torch.equal(few.log_prob, whole.log_prob[order])
+    assert torch.equal(few.latents, full.latents[order]) and torch.equal(few.log_prob, full.log_prob[order])
 
 
 def test_deterministic_rollout_needs_no_noise_and_counts_its_forwards():
@@ -185,19 +185,19 @@ def test_deterministic_rollout_needs_no_noise_and_counts_its_forwards():
     assert ode.x.shape == (5, 0, 2, 3, 3) and ode.log_prob.shape == (5, 0) and ode.kernel.schedule == "none"
     assert policy.forward_count.forward == 5 * 6
     noise = initial_noise(SEEDS, (2, 3, 3))
-    given_noise = rollout(policy, CONDITION, sigmas=SIGMAS, noise=noise)
-    assert torch.equal(given_noise.latents, ode.latents)
+    from_noise = rollout(policy, CONDITION, sigmas=SIGMAS, noise=noise)
+    assert torch.equal(from_noise.latents, ode.latents)
     assert torch.equal(noise, initial_noise(SEEDS, (2, 3, 3)))  # the caller's tensor is left as it was
 
 
 def test_steps_behind_the_last_noise_can_be_fewer():
     """MixGRPO-Flash: the stochastic steps stay as they are, and what follows visits every other level."""
     policy = GaussianPolicy(latent_shape=(2, 3, 3), storage_dtype=torch.float64)
-    whole = run(policy, sde_steps=(0, 1))
+    full = run(policy, sde_steps=(0, 1))
     policy.forward_count.forward = 0
     flash = run(policy, sde_steps=(0, 1), compression=0.5, batch_size=2)
     assert policy.forward_count.forward == 5 * 4 and visited_steps(6, (0, 1), 0.5) == [0, 1, 2, 4, 6]
-    assert torch.equal(flash.x_next, whole.x_next) and torch.equal(flash.log_prob, whole.log_prob)
+    assert torch.equal(flash.x_next, full.x_next) and torch.equal(flash.log_prob, full.log_prob)
     x = flash.x_next[:, 1]
     for sigma, sigma_next, time in zip(SIGMAS[[2, 4]], SIGMAS[[4, 6]], policy.times(SIGMAS[[2, 4]]), strict=True):
         v = policy.velocity(x, sigma.expand(5), CONDITION, time.expand(5))
@@ -206,7 +206,7 @@ def test_steps_behind_the_last_noise_can_be_fewer():
     assert visited_steps(6, (0, 5), 0.5) == visited_steps(6, (), 0.5) == visited_steps(6, (0,)) == list(range(7))
     assert visited_steps(6, (0,), 0.01) == [0, 1, 6]
     solved = run(policy, sde_steps=(0, 1), compression=0.5, solver="dpmpp_2m")
-    assert torch.equal(solved.x_next, whole.x_next) and not torch.equal(solved.latents, flash.latents)
+    assert torch.equal(solved.x_next, full.x_next) and not torch.equal(solved.latents, flash.latents)
     x, solver = solved.x_next[:, 1], ODESolver("dpmpp_2m")  # the window's x̂0 are the solver's history
     for step in (0, 1):
         levels = SIGMAS[step].expand(5), SIGMAS[step + 1].expand(5)
@@ -251,14 +251,14 @@ def test_a_rollout_that_diverges_is_refused():
 
 def test_a_policy_that_breaks_the_velocity_contract_is_refused(monkeypatch):
     policy = LinearPolicy()
-    monkeypatch.setattr(policy, "velocity", lambda *given: given[0].bfloat16())
+    monkeypatch.setattr(policy, "velocity", lambda *arguments: arguments[0].bfloat16())
     with pytest.raises(ValueError, match=r"must return float32 \[5, 2, 3, 3\].*got torch.bfloat16"):
         run(policy)
 
 
 def test_replay_and_pairs_refuse_lengths_that_differ():
     policy = LinearPolicy()
-    found = run(policy)
-    pairs = found.pairs(torch.tensor([0, 1]), torch.tensor([0, 2]))
+    samples = run(policy)
+    pairs = samples.pairs(torch.tensor([0, 1]), torch.tensor([0, 2]))
     with pytest.raises(ValueError, match=r"flat .sample, step. pairs; got 2, and a condition of 5"):
-        replay(policy, CONDITION, pairs, found.kernel)
+        replay(policy, CONDITION, pairs, samples.kernel)

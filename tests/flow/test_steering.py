@@ -78,9 +78,9 @@ def test_a_particle_has_as_many_children_as_its_weight_says():
 
 def test_what_could_not_be_judged_has_no_child():
     def partly(images):
-        found = images.flatten().clone()
-        found[found < 0] = torch.nan
-        return found
+        values = images.flatten().clone()
+        values[values < 0] = torch.nan
+        return values
 
     assert (_steered(1e-9, reward=partly, particles=64) > 0).double().mean() > 0.9
     nothing = _steered(2.0, reward=lambda images: torch.full((len(images),), torch.nan), particles=64)

@@ -46,41 +46,41 @@ def test_what_leaves_have_in_common_is_equal_to_the_bit_and_made_once(batch_size
 
     policy = Counting(storage_dtype=dtype)
     nodes = tree_nodes(GROUP, 4, at=[0, 2], children=2)
-    made = run(policy, nodes, batch_size=batch_size)
+    trajectory = run(policy, nodes, batch_size=batch_size)
     # 2 trees: 1, 2, 2 and 4 paths before the four steps
     assert policy.forward_count.forward == 2 * (1 + 2 + 2 + 4)
-    assert torch.equal(made.node, nodes[1:4].T)
+    assert torch.equal(trajectory.node, nodes[1:4].T)
     for name in ("x", "x_next", "log_prob", "mean", "std"):
-        held = getattr(made, name)
+        values = getattr(trajectory, name)
         for s in range(3):
             first = nodes[s if name == "x" else s + 1]
-            assert torch.equal(held[:, s], held[first, s]), name
-    assert torch.equal(made.x[:, 0], made.x[nodes[0], 0])
-    assert len(made.latents.flatten(1).unique(dim=0)) == 8
-    assert ratio_check(policy, CONDITION, made).max_abs_log_ratio < 1e-5
+            assert torch.equal(values[:, s], values[first, s]), name
+    assert torch.equal(trajectory.x[:, 0], trajectory.x[nodes[0], 0])
+    assert len(trajectory.latents.flatten(1).unique(dim=0)) == 8
+    assert ratio_check(policy, CONDITION, trajectory).max_abs_log_ratio < 1e-5
 
 
 def test_a_node_draws_the_noise_of_its_first_sample():
     policy = GaussianPolicy(latent_shape=(2, 3, 3), storage_dtype=torch.float64)
     nodes = tree_nodes(GROUP, 4, at=[0, 2], children=2)
-    made = run(policy, nodes)
+    trajectory = run(policy, nodes)
     drawn = torch.tensor(SEEDS)
-    torch.testing.assert_close(made.x[:, 0], initial_noise(drawn[nodes[0]], (2, 3, 3)).double())
+    torch.testing.assert_close(trajectory.x[:, 0], initial_noise(drawn[nodes[0]], (2, 3, 3)).double())
     for s in range(3):
-        noise = (made.x_next[:, s] - made.mean[:, s]) / made.std[:, s].view(-1, 1, 1, 1)
+        noise = (trajectory.x_next[:, s] - trajectory.mean[:, s]) / trajectory.std[:, s].view(-1, 1, 1, 1)
         expected = step_noise(drawn[nodes[s + 1]], s, (2, 3, 3))
         torch.testing.assert_close(noise.float(), expected, rtol=1e-4, atol=1e-4)
     # the first sample of a tree is what it would be alone
-    alone = run(policy, None)
-    assert torch.equal(made.latents[[0, 4]], alone.latents[[0, 4]])
-    assert not torch.equal(made.latents[1], alone.latents[1])
-    assert torch.equal(alone.node, torch.arange(8)[:, None].expand(8, 3))
+    independent = run(policy, None)
+    assert torch.equal(trajectory.latents[[0, 4]], independent.latents[[0, 4]])
+    assert not torch.equal(trajectory.latents[1], independent.latents[1])
+    assert torch.equal(independent.node, torch.arange(8)[:, None].expand(8, 3))
 
 
 def test_stretches_of_trees_are_those_of_one_rollout():
     policy = GaussianPolicy(latent_shape=(2, 3, 3), storage_dtype=torch.float32)
     nodes = tree_nodes(GROUP, 4, at=[0, 2], children=2)
-    whole = run(policy, nodes)
+    full = run(policy, nodes)
     parts = [
         rollout(
             policy,
@@ -93,7 +93,7 @@ def test_stretches_of_trees_are_those_of_one_rollout():
         for rows in torch.arange(8).split(4)
     ]
     joined = concatenate_trajectories(parts)
-    assert torch.equal(joined.node, whole.node) and torch.equal(joined.latents, whole.latents)
+    assert torch.equal(joined.node, full.node) and torch.equal(joined.latents, full.latents)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def write(folder: Path, family: str, cases: list[dict[str, Any]], name: str = "f
 
 def case(family: str, name: str) -> dict[str, Any]:
     cases = json.loads((TESTS / "golden" / f"{family}.json").read_text())["cases"]
-    return next(one for one in cases if one["name"] == name)
+    return next(entry for entry in cases if entry["name"] == name)
 
 
 def centred(**changes: Any) -> dict[str, Any]:
@@ -63,8 +63,8 @@ def test_all_frozen_numbers_agree(runner: ModuleType) -> None:
     assert status == 0, "\n".join(line for line in lines if not line.startswith("ok"))
     passed = [line.split()[1] for line in lines if line.startswith("ok")]
     families = {name.split("/")[0] for name in passed}
-    wanted = {path.stem for path in (TESTS / "golden").glob("*.json")}
-    assert families == wanted and len(passed) > 180
+    expected = {path.stem for path in (TESTS / "golden").glob("*.json")}
+    assert families == expected and len(passed) > 180
     for variant in (
         "trl_gdpo_s0",
         "clip_higher_s2",
@@ -97,12 +97,12 @@ def test_all_frozen_numbers_agree(runner: ModuleType) -> None:
 def test_a_corrupted_number_is_named(
     runner: ModuleType, tmp_path: Path, family: str, name: str, keys: tuple[Any, ...]
 ) -> None:
-    one = case(family, name)
-    place: Any = one
+    entry = case(family, name)
+    parent: Any = entry
     for key in keys[:-1]:
-        place = place[key]
-    place[keys[-1]] += 1e-4 * (1 + abs(place[keys[-1]]))
-    write(tmp_path, family, [one])
+        parent = parent[key]
+    parent[keys[-1]] += 1e-4 * (1 + abs(parent[keys[-1]]))
+    write(tmp_path, family, [entry])
     status, lines = run(runner, tmp_path)
     failures = [line for line in lines if line.startswith("FAIL")]
     assert status == 1 and len(failures) == 1 and f"{family}/{name} " in failures[0] and "expected" in failures[0]
@@ -222,7 +222,7 @@ def test_difference(runner: ModuleType, ours: Any, theirs: Any, tolerance: Any, 
 
 def test_names_mean_nothing(runner: ModuleType, tmp_path: Path) -> None:
     cases = json.loads((TESTS / "golden/G_reward_losses.json").read_text())["cases"][:24]
-    cases = [{**one, "name": f"x{place}"} for place, one in enumerate(cases)]
+    cases = [{**entry, "name": f"x{number}"} for number, entry in enumerate(cases)]
     write(tmp_path, "G_reward_losses", cases)
     assert run(runner, tmp_path)[1][-1].startswith("24 ok, 0 FAIL, 0 unknown")
 

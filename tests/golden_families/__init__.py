@@ -19,10 +19,10 @@ def family(rows: tuple[Row, ...], *, exact: bool = False) -> Callable[[Any], Out
     """The first row that fits the case; with `exact`, the case has no other parameter either."""
 
     def run(case: Any) -> Outputs | None:
-        given = set(case.params)
+        names = set(case.params)
         for pattern, function, params, inputs in rows:
-            known = set(params) == given if exact else set(params) <= given
-            if known and set(inputs) <= set(case.inputs) and re.fullmatch(pattern, case.variant):
+            fits = set(params) == names if exact else set(params) <= names
+            if fits and set(inputs) <= set(case.inputs) and re.fullmatch(pattern, case.variant):
                 return function(case)
         return None
 
@@ -31,5 +31,5 @@ def family(rows: tuple[Row, ...], *, exact: bool = False) -> Callable[[Any], Out
 
 def gradients(loss: Tensor, **leaves: Tensor) -> Outputs:
     """The loss and grad_<name> of each leaf."""
-    found = torch.autograd.grad(loss, list(leaves.values()))
-    return {"loss": loss, **{f"grad_{name}": slope for name, slope in zip(leaves, found, strict=True)}}
+    slopes = torch.autograd.grad(loss, list(leaves.values()))
+    return {"loss": loss, **{f"grad_{name}": slope for name, slope in zip(leaves, slopes, strict=True)}}

@@ -156,14 +156,14 @@ def _flow_grpo(case: Any) -> Outputs:
     losses = _clipped(case, log_ratio(new, case.tensor("old_log_prob")))
     if "weights" in case.inputs:
         losses = losses * case.tensor("weights")
-    found = gradients(_mean(losses), log_prob=new)
+    outputs = gradients(_mean(losses), log_prob=new)
     if "beta" not in case.params:
-        return found
+        return outputs
     std = case.tensor("s") * (-case.tensor("dt")).sqrt()
     kl = gaussian_kl(case.tensor("mean"), case.tensor("mean_ref"), std, log_prob_reduction="mean")
-    policy_loss = found.pop("loss")
+    policy_loss = outputs.pop("loss")
     total = policy_loss + case.params["beta"] * _mean(kl)
-    peer = {"policy_loss": policy_loss, **found}
+    peer = {"policy_loss": policy_loss, **outputs}
     return {"kl_per_sample": kl, "kl_loss": _mean(kl), "loss": total, "outputs_peer": peer}
 
 

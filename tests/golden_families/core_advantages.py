@@ -122,11 +122,11 @@ def _flex(case: Any) -> Outputs | None:
     """Overall and per category; with failed answers the record does not say what it expects."""
     columns = [case.inputs["winner"], *zip(*case.inputs["category_winners"], strict=True)]
     preferences = [_preferences(list(column)) for column in columns]
-    known = [p for p in preferences if p is not None and not p.isnan().any()]
-    if len(known) < len(preferences):
+    complete = [p for p in preferences if p is not None and not p.isnan().any()]
+    if len(complete) < len(preferences):
         return None
     size = 1 + max(max(pair) for pair in case.inputs["pairs"])
-    rates = win_rates(torch.tensor(case.inputs["pairs"]), torch.stack(known, 1), size)
+    rates = win_rates(torch.tensor(case.inputs["pairs"]), torch.stack(complete, 1), size)
     weights = case.params
     categories = weighted_mean(rates[:, 1:], weights["category_weights"])
     blended = weighted_mean(
@@ -144,10 +144,10 @@ def _weighted_advantages(case: Any) -> Outputs:
     spread = {"ddof": case.params["ddof"], "eps": case.params["eps"]}
     combine = gdpo_advantages if case.params["gdpo"] else normalise_then_sum
     combined = combine(rewards, weights, group, missing="skip", **spread)
-    each = group_advantages(rewards, group, **spread)
+    separate = group_advantages(rewards, group, **spread)
     return {
         "advantages": combined,
-        "per_reward": {name: each[:, k] for k, name in enumerate(names)},
+        "per_reward": {name: separate[:, k] for k, name in enumerate(names)},
         "outputs_float64": {"advantages": combined},
     }
 

@@ -107,8 +107,8 @@ def _r1_student(case: Any) -> Outputs:
 def _surrogate(case: Any) -> Outputs | None:
     params, leaf = case.params, case.tensor("model_output").requires_grad_()
     target = case.tensor("target_velocity")
-    others = leaf, case.tensor("ref_model_output"), case.tensor("slow_model_output")
-    value, ref, slow = ((target - v).square().flatten(1).mean(1) for v in others)
+    outputs = leaf, case.tensor("ref_model_output"), case.tensor("slow_model_output")
+    value, ref, slow = ((target - v).square().flatten(1).mean(1) for v in outputs)
     bound, group = params["advantage_clip_range"], torch.tensor(case.inputs["group"])
     advantage = case.tensor("advantages").clamp(-bound, bound)
     strict, signs = params["require_both_signs"], case.tensor("advantages") > 0

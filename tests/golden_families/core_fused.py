@@ -69,11 +69,11 @@ def _head(case: Any, dtype: torch.dtype, scales: Mapping[str, Any]) -> dict[str,
     sums = {f"_from_{key}": (values[key] * cotangent).sum() for key, cotangent in upstream.items()}
     if sums:
         sums[""] = torch.stack(list(sums.values())).sum()
-    found = {**values, "sum_p2": result.sum_p2}
+    outputs = {**values, "sum_p2": result.sum_p2}
     for source, total in sums.items():
         grads = torch.autograd.grad(total, list(leaves.values()), retain_graph=True)
-        found |= {f"grad_{name}{source}": grad for name, grad in zip(leaves, grads, strict=True)}
-    return {key: value.detach() for key, value in found.items()}
+        outputs |= {f"grad_{name}{source}": grad for name, grad in zip(leaves, grads, strict=True)}
+    return {key: value.detach() for key, value in outputs.items()}
 
 
 def _tolerance(case: Any, key: str) -> tuple[float, float, str]:

@@ -79,8 +79,8 @@ def _vendi(case: Any) -> Outputs:
 
 
 def _support(case: Any) -> Outputs:
-    found = support_metrics(**{name: int(case.inputs[name]) for name in ("preserved", "expanded", "shrunk")})
-    return {"SRR": found.retention, "NDR": found.discovery, "SDS": found.dynamics, "NSCR": found.net_change}
+    metrics = support_metrics(**{name: int(case.inputs[name]) for name in ("preserved", "expanded", "shrunk")})
+    return {"SRR": metrics.retention, "NDR": metrics.discovery, "SDS": metrics.dynamics, "NSCR": metrics.net_change}
 
 
 def _fusion(case: Any) -> Outputs:
@@ -90,17 +90,17 @@ def _fusion(case: Any) -> Outputs:
         torch.atleast_2d(case.tensor("similarity")),
     )
     options: Any = {"threshold": case.params["threshold"], "top": case.params["top"]}
-    fused, kept = reward_fusion(own, near, close, **options), neighbour_weights(close, **options) > 0
+    fused, used = reward_fusion(own, near, close, **options), neighbour_weights(close, **options) > 0
     single = case.tensor("self_reward").ndim == 0
-    return {"fused": fused[0] if single else fused, "kept": kept.sum(1)[0] if single else kept.sum(1)}
+    return {"fused": fused[0] if single else fused, "kept": used.sum(1)[0] if single else used.sum(1)}
 
 
 def _flow_factory(case: Any) -> Outputs | None:
     """eps = 0 stands for max(std, floor): they differ only for groups spread by less than the floor, 1e-6."""
-    named, weights, ddof = case.inputs["rewards"], case.params["weights"], case.params["ddof"]
-    if set(named) != set(weights):
+    columns, weights, ddof = case.inputs["rewards"], case.params["weights"], case.params["ddof"]
+    if set(columns) != set(weights):
         return None
-    rewards = torch.tensor([named[name] for name in weights], dtype=torch.float64).T
+    rewards = torch.tensor([columns[name] for name in weights], dtype=torch.float64).T
     factors, group = [float(weights[name]) for name in weights], case.inputs["group"]
     if case.variant.startswith("flow_factory_gdpo"):
         combined = normalise_then_sum(rewards, factors, group, ddof=ddof, eps=0.0)

@@ -171,14 +171,14 @@ def _aem(case: Any) -> Outputs:
 
 def _tp_grpo(case: Any) -> Outputs:
     levels, final = case.tensor("reward_sequence"), case.tensor("r_sde")
-    found = turning_point_rewards(final[None], levels[:1], levels[None, 1:], eta=case.params["eta"], balanced=False)
-    return {"d": found.increment[0], "s": found.sign[0], "turn": found.turn[0], "step_rewards": found.step_reward[0]}
+    steps = turning_point_rewards(final[None], levels[:1], levels[None, 1:], eta=case.params["eta"], balanced=False)
+    return {"d": steps.increment[0], "s": steps.sign[0], "turn": steps.turn[0], "step_rewards": steps.step_reward[0]}
 
 
 def _turning_points(case: Any) -> Outputs:
     options: Any = {name: case.params[name] for name in ("eta", "replace", "balanced")}
-    found = turning_point_rewards(case.tensor("r_sde"), case.tensor("r_ode"), case.tensor("r_mid"), **options)
-    return {"step_rewards": found.step_reward, "d": found.increment, "s": found.sign, "bonus": found.bonus}
+    steps = turning_point_rewards(case.tensor("r_sde"), case.tensor("r_ode"), case.tensor("r_mid"), **options)
+    return {"step_rewards": steps.step_reward, "d": steps.increment, "s": steps.sign, "bonus": steps.bonus}
 
 
 def _spear(case: Any) -> Outputs:

@@ -60,7 +60,7 @@ def _awm(case: Any) -> Outputs:
 def _dpo(case: Any) -> Outputs:
     target = case.tensor("noise") - case.tensor("x0")
     v, v_ref, one = case.tensor("v").requires_grad_(), case.tensor("v_ref"), torch.ones(len(target)).double()
-    error, ref = (matching_error(each, target, one).view(-1, 2) for each in (v, v_ref))
+    error, ref = (matching_error(output, target, one).view(-1, 2) for output in (v, v_ref))
     return _with_gradient(preference_loss(error, ref, beta=case.params["beta"]).mean(), v)
 
 
@@ -81,8 +81,8 @@ _VARIANTS: tuple[tuple[str, Callable[[Any], Outputs], set[str]], ...] = (
 
 
 def _family(case: Any) -> Outputs | None:
-    for pattern, function, known in _VARIANTS:
-        if re.fullmatch(pattern, case.variant) and set(case.params) <= known:
+    for pattern, function, allowed in _VARIANTS:
+        if re.fullmatch(pattern, case.variant) and set(case.params) <= allowed:
             return function(case)
     return None
 
@@ -123,13 +123,13 @@ def _fine_tuning(case: Any) -> Outputs | None:
 
 
 def _groups(case: Any) -> Outputs | None:
-    """DGPO's loss of groups of one size, the copy that it clips to, and the rows that are kept of a pool."""
+    """DGPO's loss of groups of one size, the copy that it clips to, and the rows kept of a pool."""
     params, inputs = case.params, case.inputs
     if case.variant.startswith("sol_rl"):
         reward, size = case.tensor("rewards"), params["group_size"]
-        group, kept = [i // size for i in range(len(reward))], {"best": params["top_k"], "worst": params["bottom_k"]}
+        group, counts = [i // size for i in range(len(reward))], {"best": params["top_k"], "worst": params["bottom_k"]}
         try:
-            return {"selected": best_and_worst(reward, group, **kept)}
+            return {"selected": best_and_worst(reward, group, **counts)}
         except ValueError:
             return {"refused": True}
     if "ramp_rate" in params:
@@ -138,16 +138,16 @@ def _groups(case: Any) -> Outputs | None:
     if params["clip_kl"] or params["use_ema_ref"]:
         return None
     group, signal, v = torch.tensor(inputs["group"]), case.tensor("advantages"), case.tensor("model_output")
-    others = [case.tensor(f"{name}_model_output") for name in ("ref", "old")]
+    references = [case.tensor(f"{name}_model_output") for name in ("ref", "old")]
     target, one = case.tensor("target_velocity"), torch.ones(len(group), dtype=torch.float64)
-    error, ref, old = (matching_error(each, target, one) for each in (v.requires_grad_(), *others))
+    error, ref, old = (matching_error(output, target, one) for output in (v.requires_grad_(), *references))
     low, high = params["clip_range"]
     clip = {"eps_low": -low, "eps_high": high} if params["clip_dsm"] else {}
     members = [group == label for label in group.unique()]
     losses = [dgpo_loss(error[m], ref[m], signal[m], old[m], beta=params["dpo_beta"], **clip) for m in members]
     logit = torch.stack([params["dpo_beta"] * (signal[m] * (error - ref)[m]).mean() for m in members]).detach()
     policy = torch.stack(losses).mean()
-    loss = policy + params["kl_beta"] * velocity_kl(v, others[0]).mean()
+    loss = policy + params["kl_beta"] * velocity_kl(v, references[0]).mean()
     gradient = torch.autograd.grad(loss, v)[0]
     outputs = {"dsm": error, "group_logit": logit, "group_weight": logit.sigmoid(), "dgpo_loss": policy, "loss": loss}
     return outputs | {"grad_model_output": gradient}

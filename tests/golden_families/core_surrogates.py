@@ -167,8 +167,8 @@ def _form(case: Any) -> Form | None:
         return None
     for name, form, needed, optional in FORMS:
         if re.fullmatch(rf"((trl|verl)_)?{name}(_\w+)?", case.variant):
-            given = set(case.params) - set(NEUTRAL)
-            return form if set(needed) <= given <= {*needed, *optional} else None
+            names = set(case.params) - set(NEUTRAL)
+            return form if set(needed) <= names <= {*needed, *optional} else None
     return None
 
 
@@ -202,10 +202,10 @@ def _truncated(case: Any) -> Outputs | None:
     if not _has(case, ("C", "level"), ("log_ratio", "mask")) or case.params["level"] not in levels:
         return None
     level = levels[case.params["level"]]
-    found = importance_weights(
+    weights = importance_weights(
         case.tensor("log_ratio"), case.tensor("mask"), level=level, mode="truncate", high=case.params["C"]
     )
-    return {"weights": found.value}
+    return {"weights": weights.value}
 
 
 def _has(case: Any, params: tuple[str, ...], inputs: tuple[str, ...]) -> bool:
@@ -230,9 +230,9 @@ def _flowrl(case: Any) -> Outputs | None:
 
 def _balance(case: Any, eps_low: float, eps_high: float) -> Outputs:
     new, weight = case.tensor("log_prob").requires_grad_(), case.tensor("mask")
-    whole = ratio_level(log_ratio(new, case.tensor("old_log_prob"), weight), weight, "sequence_sum")
+    ratio = ratio_level(log_ratio(new, case.tensor("old_log_prob"), weight), weight, "sequence_sum")
     ref, log_z, reward = (case.tensor(name) for name in ("ref_log_prob", "log_z", "reward"))
-    options = {"beta": case.params["beta"], "log_ratio": whole, "eps_low": eps_low, "eps_high": eps_high}
+    options = {"beta": case.params["beta"], "log_ratio": ratio, "eps_low": eps_low, "eps_high": eps_high}
     losses = flow_balance(new, ref, log_z, reward, weight, **options)
     return gradients(aggregate(losses, weight, "seq_mean_token_mean", count_step(weight)), log_prob=new)
 

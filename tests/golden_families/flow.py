@@ -168,12 +168,12 @@ def ddim_steps(case: Any) -> dict[str, Any] | None:
     levels = [level.expand(len(x)) for level in (sigma, sigma_next)]
     v = velocity_of_prediction(output, x * size, levels[0], kind)  # type: ignore[arg-type]
     transition = Kernel(schedule="ddim", noise_level=case.params["eta"]).step(x * size, v, *levels)
-    found: dict[str, Any] = {"mean_float64": transition.mean / size_next}
-    found["std"] = (transition.std / size_next.flatten())[0]
+    outputs: dict[str, Any] = {"mean_float64": transition.mean / size_next}
+    outputs["std"] = (transition.std / size_next.flatten())[0]
     if bool((transition.std > 0).all()):
         log_prob = transition.log_prob(x_next * size_next) + size_next.flatten().log()
-        found |= {"log_prob": log_prob, "grad_model_output": torch.autograd.grad(log_prob.sum(), output)[0]}
-    return found
+        outputs |= {"log_prob": log_prob, "grad_model_output": torch.autograd.grad(log_prob.sum(), output)[0]}
+    return outputs
 
 
 def windows(case: Any) -> dict[str, Any] | None:

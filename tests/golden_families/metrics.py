@@ -38,15 +38,15 @@ def _bounds(case: Any) -> Outputs | None:
     above = _one_sided(reliability(np.concatenate([high, 1 - low]), y, bins=bins), 1)
     right = float(np.mean(mean[:, 0] > mean[:, 1]))
     sure = [float(np.mean(lower[:, k] > upper[:, 1 - k])) for k in (0, 1)]
-    found = {"win_rate": right, "ece": curve.ece, "mce": curve.mce, "brier_score": float(brier(p, y).mean())}
-    found |= {"elce": below[0], "mlce": below[1], "euce": above[0], "muce": above[1]}
-    found |= {"confident_true_rate": sure[0], "confident_false_rate": sure[1]}
-    found |= {"unconfident_true_rate": right - sure[0], "unconfident_false_rate": 1 - right - sure[1]}
+    outputs = {"win_rate": right, "ece": curve.ece, "mce": curve.mce, "brier_score": float(brier(p, y).mean())}
+    outputs |= {"elce": below[0], "mlce": below[1], "euce": above[0], "muce": above[1]}
+    outputs |= {"confident_true_rate": sure[0], "confident_false_rate": sure[1]}
+    outputs |= {"unconfident_true_rate": right - sure[0], "unconfident_false_rate": 1 - right - sure[1]}
     for beta in (0.0, 0.01, 0.2, 1.0):
-        weights = [(1 - beta) * whole + beta for whole in (right, 1 - right)]
+        weights = [(1 - beta) * share + beta for share in (right, 1 - right)]
         parts = [part / weight if weight else 0.0 for part, weight in zip(sure, weights, strict=True)]
-        found[f"ranking/{beta}"] = parts[0] - parts[1]
-    return found
+        outputs[f"ranking/{beta}"] = parts[0] - parts[1]
+    return outputs
 
 
 def _one_sided(curve: Any, sign: int) -> tuple[float, float]:
@@ -57,9 +57,9 @@ def _one_sided(curve: Any, sign: int) -> tuple[float, float]:
 def _ensemble(case: Any) -> Outputs:
     members, beta = _array(case, "members"), float(case.params.get("beta", 2.0))
     mean, std = members.mean(1), members.std(1, ddof=1)
-    found = {"mean": mean, "std": std, "lower": mean - beta * std, "upper": mean + beta * std}
-    found |= {"min": members.min(1), "max": members.max(1)}
-    return found | {"median": np.sort(members, axis=1)[:, (members.shape[1] - 1) // 2]}
+    outputs = {"mean": mean, "std": std, "lower": mean - beta * std, "upper": mean + beta * std}
+    outputs |= {"min": members.min(1), "max": members.max(1)}
+    return outputs | {"median": np.sort(members, axis=1)[:, (members.shape[1] - 1) // 2]}
 
 
 def _correlations(case: Any) -> Outputs:
@@ -76,15 +76,15 @@ def _correlations(case: Any) -> Outputs:
 
 def _binary(case: Any) -> Outputs:
     p, y = _array(case, "prob"), _array(case, "label")
-    found: Outputs = {
+    outputs: Outputs = {
         "brier": float(brier(p, y).mean()),
         "nll": float(nll(p, y).mean()),
         "accuracy": float(np.mean((p > 0.5) == (y > 0.5))),
     }
     for key in case.expected:
         if key[:3] in ("ece", "mce") and key[3:].isdigit():
-            found[key] = getattr(reliability(p, y, bins=int(key[3:])), key[:3])
-    return found
+            outputs[key] = getattr(reliability(p, y, bins=int(key[3:])), key[:3])
+    return outputs
 
 
 def _ranking_pairs(scores: np.ndarray, truth: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -113,11 +113,11 @@ def _ranking(case: Any) -> Outputs:
 
 def _pickscore(case: Any) -> Outputs:
     p0, y = _array(case, "prob0"), _array(case, "label0")
-    found = []
+    accuracies = []
     for threshold in case.inputs["thresholds"]:
         credit, count = policy_credit("PickScore", p0 - (1 - p0), y, float(threshold))
-        found.append(credit.sum() / count.sum())
-    return {"accuracy": found}
+        accuracies.append(credit.sum() / count.sum())
+    return {"accuracy": accuracies}
 
 
 _BY_INPUTS: tuple[tuple[set[str], Callable[[Any], Outputs | None]], ...] = (
@@ -131,7 +131,7 @@ _BY_INPUTS: tuple[tuple[set[str], Callable[[Any], Outputs | None]], ...] = (
 
 
 def metrics(case: Any) -> Outputs | None:
-    """Told apart by the inputs, whatever the case is called."""
+    """Distinguished by the inputs, whatever the case's name."""
     for names, function in _BY_INPUTS:
         if names <= set(case.inputs):
             return function(case)

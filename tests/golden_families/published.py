@@ -121,9 +121,9 @@ def zero_signal(case: Any) -> Outputs:
     loss = row.loss(prepared, PolicyOutput(log_prob=log_prob)).total
     mask = (prepared.weight != 0).any(1)
     result = {"mask": mask.tolist(), "kept": mask.nonzero()[:, 0].tolist(), "loss": loss}
-    whole = replace(row, drop_zero_signal=False)
-    prepared = whole.prepare(replace(trajectories, weight=torch.ones_like(advantage)))
-    result["loss_over_all"] = whole.loss(prepared, PolicyOutput(log_prob=log_prob)).total
+    unfiltered = replace(row, drop_zero_signal=False)
+    prepared = unfiltered.prepare(replace(trajectories, weight=torch.ones_like(advantage)))
+    result["loss_over_all"] = unfiltered.loss(prepared, PolicyOutput(log_prob=log_prob)).total
     return result | {"grad_log_prob": torch.autograd.grad(loss, log_prob)[0]}
 
 

@@ -37,10 +37,10 @@ def _pairs(case: Any) -> Outputs:
 def _sections(case: Any) -> Outputs:
     """Micro accuracy of a slice of `evaluate`: Σ credit / Σ pairs."""
     counts, accuracy = case.inputs["examples"], case.inputs["accuracy"]
-    found = {name: [s for s in subsets if s in accuracy] for name, subsets in case.inputs["sections"].items()}
+    sections = {name: [s for s in subsets if s in accuracy] for name, subsets in case.inputs["sections"].items()}
     shares = {
         name: ratio(np.array(sum(accuracy[s] * counts[s] for s in subsets)), np.array(sum(counts[s] for s in subsets)))
-        for name, subsets in found.items()
+        for name, subsets in sections.items()
     }
     return {"section_scores": {name: np.nan_to_num(share) for name, share in shares.items()}}
 

@@ -31,11 +31,11 @@ def _pairs(case: Any) -> Outputs:
 
 def _ranking(case: Any) -> Outputs:
     scores, loss = case.tensor("scores").requires_grad_(), torch.zeros((), dtype=torch.float64)
-    given = case.inputs
-    if "winner" in given:
-        order, ranks = [given["winner"], *given["losers"]], [0, *([1] * len(given["losers"]))]
+    inputs = case.inputs
+    if "winner" in inputs:
+        order, ranks = [inputs["winner"], *inputs["losers"]], [0, *([1] * len(inputs["losers"]))]
         loss = plackett_luce_loss(scores[order][None], torch.tensor([ranks], dtype=torch.float64)).sum()
-    for order in given.get("rankings_best_first", [given.get("ranking_best_first", [])]):
+    for order in inputs.get("rankings_best_first", [inputs.get("ranking_best_first", [])]):
         rank = torch.arange(len(order), dtype=torch.float64)
         loss = loss + plackett_luce_loss(scores[order][None], rank[None]).sum()
     return gradients(loss, scores=scores)
@@ -66,14 +66,14 @@ class _Numbers(SimpleNamespace):
 
 
 def _steps(case: Any) -> Outputs | None:
-    params, given = case.params, case.inputs
+    params, inputs = case.params, case.inputs
     limits = StepLimits(**{f: params[f] for f in ("max_length", "max_prompt_length", "max_completion_length")})
     written = {"chat_template": None, "bos_token": None, "eos_token": None, "added_tokens_decoder": {}}
     tokenizer = _Numbers(bos_token_id=params["bos"], unk_token_id=None, **written)
     marker = " ".join(map(str, params["separator"]))
     encoder = StepEncoder(tokenizer, StepReading(separator=marker), limits)
-    tokens = encoder.encode(*(" ".join(map(str, given["prompt"])), [" ".join(map(str, s)) for s in given["steps"]]))
-    label = torch.tensor(given["labels"], dtype=torch.float64)[: len(tokens.ends)]
+    tokens = encoder.encode(*(" ".join(map(str, inputs["prompt"])), [" ".join(map(str, s)) for s in inputs["steps"]]))
+    label = torch.tensor(inputs["labels"], dtype=torch.float64)[: len(tokens.ends)]
     if params["train_on_last_step_only"] and not params["is_eval"]:
         label[:-1] = torch.nan
     logits = case.tensor("logits").requires_grad_()

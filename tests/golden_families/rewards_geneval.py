@@ -23,8 +23,8 @@ def _relations(case: Any) -> dict[str, Any] | None:
     if set(case.params) != {"position_threshold"}:
         return None
     threshold = case.params["position_threshold"]
-    found = [relative_position(a, b, threshold=threshold) for a, b in _boxes(case)]
-    return {"relations": [sorted(names) for names in found]}
+    relations = [relative_position(a, b, threshold=threshold) for a, b in _boxes(case)]
+    return {"relations": [sorted(names) for names in relations]}
 
 
 def _evaluate(case: Any) -> dict[str, Any] | None:
@@ -47,7 +47,7 @@ def _ocr(case: Any) -> dict[str, Any] | None:
     pairs = list(zip(case.inputs["target"], case.inputs["recognised"], strict=True))
 
     def column(rule: str, failure: Any) -> list[Any]:
-        scores = [text_score(target, seen, rule=rule) for target, seen in pairs]
+        scores = [text_score(target, recognised, rule=rule) for target, recognised in pairs]
         return [failure if score is None else score for score in scores]
 
     # flow_grpo divides by the length of an empty target ("error"); ours has no score for it.

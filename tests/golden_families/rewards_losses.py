@@ -69,11 +69,11 @@ def _columns(outputs: Outputs) -> Outputs:
 
 
 def _uncertainty(case: Any) -> Outputs:
-    given = (
+    moments = (
         *(case.tensor(f"mu_{side}") for side in ("chosen", "rejected")),
         *(case.tensor(f"log_sigma_{side}").exp() for side in ("chosen", "rejected")),
     )
-    left, right, left_std, right_std = given
+    left, right, left_std, right_std = moments
     mu = (left - right).requires_grad_()
     s = pair_deviation(left_std, right_std).requires_grad_()
     nll, upstream = -log_win_probability(mu, s), -mean_log_win(mu, s)
@@ -227,8 +227,8 @@ def _hpsv3_pooling(case: Any) -> Outputs:
     head = RanknetHead.from_state_dict(state).double()
     hidden, ids = case.tensor("hidden"), case.tensor("input_ids", torch.int64)
     tokens = {name: case.params[name] for name in ("special_token_id", "pad_token_id")}
-    found = {pooling: head.pooled(hidden, ids, pooling=pooling, **tokens) for pooling in ("special", "last", "mean")}
-    return {"mean": found.pop("mean"), "outputs": found}
+    pooled = {pooling: head.pooled(hidden, ids, pooling=pooling, **tokens) for pooling in ("special", "last", "mean")}
+    return {"mean": pooled.pop("mean"), "outputs": pooled}
 
 
 def _fidelity(case: Any) -> Outputs:
@@ -255,8 +255,8 @@ def _top_log_probs(case: Any) -> Outputs:
 
 def _from_tokens(row: dict[str, float]) -> YesNo:
     words = [token.strip().lower() for token in row]
-    places = [[i for i, word in enumerate(words) if word == wanted] for wanted in ("yes", "no")]
-    return yes_no_answer(torch.tensor(list(row.values()), dtype=torch.float64), *places, normalised=True)
+    columns = [[i for i, word in enumerate(words) if word == answer] for answer in ("yes", "no")]
+    return yes_no_answer(torch.tensor(list(row.values()), dtype=torch.float64), *columns, normalised=True)
 
 
 def _logits(case: Any) -> Outputs:
@@ -265,8 +265,8 @@ def _logits(case: Any) -> Outputs:
 
 
 def _off_policy(case: Any) -> Outputs:
-    given = (case.tensor(f"logp_{name}") for name in ("chosen", "rejected", "ref_chosen", "ref_rejected"))
-    parts = list(given)
+    log_probs = (case.tensor(f"logp_{name}") for name in ("chosen", "rejected", "ref_chosen", "ref_rejected"))
+    parts = list(log_probs)
     options = {name: case.params[name] for name in ("alpha", "multiplier")}
     weights = off_policy_pair_weights(*parts, **options, normalise=False)
     return {"weights": weights, "normaliser": weights.mean(), "normalised": off_policy_pair_weights(*parts, **options)}
@@ -285,7 +285,7 @@ def _overlap(case: Any) -> Outputs:
 def _ctrl_u(case: Any) -> Outputs:
     params = case.params
     primary, auxiliary = (case.tensor(f"logits_{name}").requires_grad_() for name in ("primary", "auxiliary"))
-    found = ctrl_u_loss(
+    losses = ctrl_u_loss(
         primary,
         auxiliary,
         case.tensor("labels", torch.int64),
@@ -294,11 +294,11 @@ def _ctrl_u(case: Any) -> Outputs:
         scale=params["u_scale"],
         ignore_index=params["ignore_index"],
     )
-    slopes = torch.autograd.grad(found.total, (primary, auxiliary))
+    slopes = torch.autograd.grad(losses.total, (primary, auxiliary))
     return {
-        "loss": params["pretrain_loss"] + found.total,
-        "reward_loss": found.reward,
-        "uncertainty": found.uncertainty,
+        "loss": params["pretrain_loss"] + losses.total,
+        "reward_loss": losses.reward,
+        "uncertainty": losses.uncertainty,
         "grad_logits": torch.cat(slopes),
     }
 
@@ -353,11 +353,11 @@ def _family(rows: tuple[Row, ...]) -> Callable[[Any], Outputs | None]:
     """The row whose inputs and parameters are those of the case; None where there is no such row."""
 
     def run(case: Any) -> Outputs | None:
-        given = set(case.params)
+        names = set(case.params)
         for function, params, inputs in rows:
             needed = {name for name in params if name[0] != "?"}
             allowed = {name.removeprefix("?") for name in params}
-            if inputs == set(case.inputs) and needed <= given <= allowed:
+            if inputs == set(case.inputs) and needed <= names <= allowed:
                 return function(case)
         return None
 

@@ -46,8 +46,8 @@ def judge(kind: str, resampling: str = "float") -> ClipTowers:
             config = tiny_clip_config()
             config["vision_config"] |= {"patch_size": 32, "image_size": SIZE}
             (folder / "config.json").write_text(json.dumps(config))
-            made: Any = PickScore if kind == "pickscore_pil" else LaionAesthetic
-            towers = made(folder).towers
+            scorer: Any = PickScore if kind == "pickscore_pil" else LaionAesthetic
+            towers = scorer(folder).towers
         _ = towers.preprocess
     return towers
 
@@ -68,7 +68,7 @@ def preprocess(case: Any) -> Outputs | None:
 
     def summary(towers: ClipTowers) -> Outputs:
         pixels = towers.pixels([image for _, image in request.images.readable()])[0].double()
-        values = [float(pixels[tuple(place)]) for place in case.inputs["positions"]]
+        values = [float(pixels[tuple(position)]) for position in case.inputs["positions"]]
         mean, squares = pixels.mean((1, 2)), pixels.square().sum()
         return {"shape": list(pixels.shape), "mean": mean, "sum_of_squares": squares, "values": values}
 

@@ -62,11 +62,11 @@ def _quality(case: Any) -> Outputs:
 
 
 def _yes_no_list(case: Any) -> Outputs:
-    found = [_or(lambda row=row: read_yes_no(row), None) for row in case.inputs["top_logprobs"]]
+    answers = [_or(lambda row=row: read_yes_no(row), None) for row in case.inputs["top_logprobs"]]
     return {
-        "prob": [math.nan if row is None else row.prob for row in found],
-        "log_odds": [math.nan if row is None else row.log_odds for row in found],
-        "mass": [0.0 if row is None else row.mass for row in found],
+        "prob": [math.nan if row is None else row.prob for row in answers],
+        "log_odds": [math.nan if row is None else row.log_odds for row in answers],
+        "mass": [0.0 if row is None else row.mass for row in answers],
     }
 
 
@@ -80,13 +80,13 @@ def _unified(case: Any) -> Outputs:
     texts = _texts(case)
     verl = [aspect_scores(text, limits=None, lenient=True) for text in texts]
     means = [_or(lambda scores=scores: aspect_mean(scores), (0.0, 0.0)) for scores in verl]
-    named = [aspect_scores(text, published_form=True, limits=None, lenient=True) for text in texts]
+    published = [aspect_scores(text, published_form=True, limits=None, lenient=True) for text in texts]
     return {
         "outputs_peer": {
             "verl_omni_scores": verl,
             "verl_omni_normalised": [normalised for _, normalised in means],
             "verl_omni_raw": [raw for raw, _ in means],
-            "pref_grpo_dims": {name.title(): _filled([row.get(name) for row in named]) for name in ASPECTS},
+            "pref_grpo_dims": {name.title(): _filled([row.get(name) for row in published]) for name in ASPECTS},
             "flow_grpo_final": [_or(lambda t=t: final_score(t), 0.0) for t in texts],
             "flow_grpo_qwen": [
                 _or(lambda t=t: tagged_score(t, low=0, high=math.inf, first=True) / 5, 0.0) for t in texts
@@ -98,10 +98,10 @@ def _unified(case: Any) -> Outputs:
 def _filled(column: list[float | None]) -> list[float]:
     """Pref-GRPO's column of an aspect: the mean of the readable scores where one is missing."""
     low, high = UP_TO_SIX
-    kept = [score if score is not None and low <= score <= high else None for score in column]
-    known = [score for score in kept if score is not None]
-    mean = sum(known) / len(known) if known else 0.0
-    return [mean if score is None else score for score in kept]
+    in_range = [score if score is not None and low <= score <= high else None for score in column]
+    readable = [score for score in in_range if score is not None]
+    mean = sum(readable) / len(readable) if readable else 0.0
+    return [mean if score is None else score for score in in_range]
 
 
 def _lift(case: Any) -> Outputs:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches that are `auto` on a GPU: what is foretold of the memory holds, and a resumed run has the same numbers."""
+"""Batches that are `auto` on a GPU: the predicted memory holds, and a resumed run has the same numbers."""
 
 from __future__ import annotations
 

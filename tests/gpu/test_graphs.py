@@ -38,7 +38,7 @@ def policy_of(name: str) -> Any:
 def test_captured_passes_are_the_eager_ones(name: str):
     policy = policy_of(name)
     condition, time = policy.encode(tiny_prompts(name, ["a red circle"] * 2)), torch.full((2,), 0.7, device="cuda")
-    weights, kept = [weight for _, weight in policy.trainable_parameters()], list[Tensor]()
+    weights, outputs = [weight for _, weight in policy.trainable_parameters()], list[Tensor]()
 
     def passes() -> list[Any]:
         results = []
@@ -47,7 +47,7 @@ def test_captured_passes_are_the_eager_ones(name: str):
             with torch.no_grad():
                 sampled = policy.velocity(x, time, condition)
             output = policy.velocity(x, time, condition)
-            kept.append(output)
+            outputs.append(output)
             slopes = torch.autograd.grad(output.square().sum(), weights, allow_unused=True)
             results.append((sampled, output.detach(), [slope for slope in slopes if slope is not None]))
         return results

@@ -115,10 +115,10 @@ def test_several_batch_sizes_give_one_rollout(tmp_path: Path):
     policy = policy_of("shapes-sd3", torch.float32, tmp_path)
     condition = policy.encode([f"{n} red circles" for n in range(8)])
     options: Any = {"sigmas": policy.sigmas(4), "sde_steps": range(3), "seeds": range(8)}
-    whole, *parts = (rollout(policy, condition, **options, batch_size=size) for size in (8, 3, 1))
+    full_batch, *parts = (rollout(policy, condition, **options, batch_size=size) for size in (8, 3, 1))
     for part in parts:
-        torch.testing.assert_close(part.latents, whole.latents, rtol=0, atol=1e-3)
-        torch.testing.assert_close(part.log_prob, whole.log_prob, rtol=0, atol=1e-3)
+        torch.testing.assert_close(part.latents, full_batch.latents, rtol=0, atol=1e-3)
+        torch.testing.assert_close(part.log_prob, full_batch.log_prob, rtol=0, atol=1e-3)
 
 
 def test_a_saved_lora_gives_the_same_images_in_a_fresh_pipeline(tmp_path: Path):

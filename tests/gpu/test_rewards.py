@@ -17,11 +17,11 @@ PER_PROMPT = 8
 
 
 def images_and_prompts() -> tuple[torch.Tensor, list[str]]:
-    """Images [N, 3, 64, 64] and prompts: of each prompt some images show it and others another one."""
+    """Images [N, 3, 64, 64] and prompts: some images of a prompt show it, others another one."""
     records = train_prompts()[:12]
     rng = np.random.default_rng(0)
-    shown = [records[(i + j % 3) % len(records)] for i in range(len(records)) for j in range(PER_PROMPT)]
-    levels = torch.from_numpy(render_many([sample_scene(record, rng) for record in shown]))
+    scenes = [records[(i + j % 3) % len(records)] for i in range(len(records)) for j in range(PER_PROMPT)]
+    levels = torch.from_numpy(render_many([sample_scene(record, rng) for record in scenes]))
     prompts = [record["prompt"] for record in records for _ in range(PER_PROMPT)]
     return levels.permute(0, 3, 1, 2).float() / 255, prompts
 

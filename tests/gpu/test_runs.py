@@ -64,10 +64,10 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path):
         torch.use_deterministic_algorithms(False)
     rows = [read_metrics(tmp_path / name / "metrics.jsonl")[-1] for name in ("whole", "parts")]
     assert without_times(rows[0]) == without_times(rows[1])
-    whole, parts = (
+    uncut, parts = (
         load_file(tmp_path / name / "lora/pytorch_lora_weights.safetensors") for name in ("whole", "parts")
     )
-    for name, weight in whole.items():
+    for name, weight in uncut.items():
         torch.testing.assert_close(parts[name], weight, rtol=0, atol=0)
 
 
@@ -117,9 +117,9 @@ def test_the_planned_memory_is_what_an_iteration_holds(tmp_path: Path):
     run = images._build(planned.config, tmp_path / "run")
     torch.cuda.reset_peak_memory_stats()
     run.trainer.iterate()
-    held = torch.cuda.max_memory_allocated() / 1e9
-    print(f"planned {expected['in_all']:.2f} GB, held {held:.2f} GB")
-    assert held == pytest.approx(expected["in_all"], rel=0.1)
+    peak = torch.cuda.max_memory_allocated() / 1e9
+    print(f"planned {expected['in_all']:.2f} GB, held {peak:.2f} GB")
+    assert peak == pytest.approx(expected["in_all"], rel=0.1)
 
 
 def test_a_model_whose_parts_wait_in_cpu_memory_trains(tmp_path: Path):

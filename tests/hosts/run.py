@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTS = {
-    "verl": ["verl==0.9.1", "cachetools", "fastapi", "uvicorn"],  # the last three it imports without asking
+    "verl": ["verl==0.9.1", "cachetools", "fastapi", "uvicorn"],  # it imports the last three unasked
     "trl": ["trl==1.16.0"],
     "flow_factory": [],
     "unirl": ["ray"],
@@ -34,8 +34,8 @@ def environment(host: str, folder: Path) -> Path:
     python, finished = folder / host / "bin" / "python", folder / host / "finished"
     if not finished.exists():  # absent, or begun and broken off
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder / host)], check=True)
-        wanted = [*HOSTS[host], "pytest>=8.4", "--editable", f"{ROOT}[images]" if host in SOURCES else str(ROOT)]
-        subprocess.run([str(python), "-m", "pip", "install", "--quiet", *wanted], check=True)
+        packages = [*HOSTS[host], "pytest>=8.4", "--editable", f"{ROOT}[images]" if host in SOURCES else str(ROOT)]
+        subprocess.run([str(python), "-m", "pip", "install", "--quiet", *packages], check=True)
         finished.touch()
     return python
 
@@ -45,22 +45,22 @@ def source(host: str, folder: Path) -> list[str]:
     if host not in SOURCES:
         return []
     repository, commit, part = SOURCES[host]
-    place = folder / "src" / host
-    if not place.exists():
-        fetched = place.with_name(f"{host}.part")
+    checkout = folder / "src" / host
+    if not checkout.exists():
+        fetched = checkout.with_name(f"{host}.part")
         shutil.rmtree(fetched, ignore_errors=True)
         subprocess.run(["git", "clone", "--quiet", repository, str(fetched)], check=True)
         subprocess.run(["git", "-C", str(fetched), "checkout", "--quiet", commit], check=True)
-        fetched.rename(place)
-    return [str(place / part)]
+        fetched.rename(checkout)
+    return [str(checkout / part)]
 
 
 def run(host: str, folder: Path) -> int:
     """Run a host's tests; the exit code of pytest."""
     python = environment(host, folder)
     frozen = subprocess.run([str(python), "-m", "pip", "freeze"], check=True, capture_output=True, text=True).stdout
-    named = [line for line in frozen.splitlines() if line.split("==")[0] in (host, "torch", "transformers")]
-    print(f"== {host}: {', '.join(named)}", flush=True)
+    packages = [line for line in frozen.splitlines() if line.split("==")[0] in (host, "torch", "transformers")]
+    print(f"== {host}: {', '.join(packages)}", flush=True)
     settings = {"VISALIGN_HOST": host, "OMP_NUM_THREADS": "1"}
     settings["PYTHONPATH"] = os.pathsep.join([str(ROOT), *source(host, folder)])
     settings |= {"VERL_USE_EXTERNAL_MODULES": "visalign.integrations.verl"} if host == "verl" else {}
@@ -75,8 +75,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("hosts", nargs="*", choices=[*HOSTS, []], help="default: all")
     parser.add_argument("--folder", type=Path, default=Path.home() / ".cache" / "visalign-hosts")
-    given = parser.parse_args()
-    return max(run(host, given.folder) != 0 for host in given.hosts or HOSTS)
+    arguments = parser.parse_args()
+    return max(run(host, arguments.folder) != 0 for host in arguments.hosts or HOSTS)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ def test_its_loader_and_its_call() -> None:
     images = [Image.new("RGB", (32, 32), (40 * i, 0, 90)) for i in range(3)]
     model = loaded(judge="jpeg_size", quality=80)
     output = model(prompt=["a"] * 3, image=images)  # type: ignore[operator]
-    wanted = image_scores(load_reward("jpeg_size", quality=80), images, ["a"] * 3)
-    assert output.rewards.tolist() == torch.tensor(wanted).tolist()
+    expected = image_scores(load_reward("jpeg_size", quality=80), images, ["a"] * 3)
+    assert output.rewards.tolist() == torch.tensor(expected).tolist()
 
 
 def failing(images: list, prompts: list, metadata: list) -> list[None]:

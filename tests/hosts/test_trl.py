@@ -32,19 +32,19 @@ FOLDER = assets_folder() / "tasks-qwen3"
 
 
 def reward(completions: Any, **_: Any) -> list[float | None]:
-    """A number of each place, whatever was said; none for the first of all."""
+    """A number for each place, whatever the completion; none for the first."""
     return [None if i == 0 else float(i * 7 % 5) for i in range(len(completions))]
 
 
 def second(completions: Any, **_: Any) -> list[float]:
-    """Another number of each place."""
+    """Another number for each place."""
     return [float(i * 3 % 4) for i in range(len(completions))]
 
 
-def trainer_of(kind: Callable[..., Any], folder: Path, rewards: Any, *, beta: float = 0.0, **named: Any) -> Any:
+def trainer_of(kind: Callable[..., Any], folder: Path, rewards: Any, *, beta: float = 0.0, **options: Any) -> Any:
     """A trainer of two prompts × 4 completions in 4 micro-batches, on a model in float64."""
-    steps = named.pop("max_steps", 1)
-    given = named.pop("config", {})
+    steps = options.pop("max_steps", 1)
+    changes = options.pop("config", {})
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float64)
     config = GRPOConfig(
@@ -67,11 +67,11 @@ def trainer_of(kind: Callable[..., Any], folder: Path, rewards: Any, *, beta: fl
             "gradient_accumulation_steps": 4,
             "steps_per_generation": 4,
             "learning_rate": 1e-4,
-            **given,
+            **changes,
         },
     )
     rows = Dataset.from_list([{"prompt": f"What is {i} + 2?", "answer": str(i + 2)} for i in range(8)])
-    return kind(model, reward_funcs=rewards, args=config, train_dataset=rows, processing_class=tokenizer, **named)
+    return kind(model, reward_funcs=rewards, args=config, train_dataset=rows, processing_class=tokenizer, **options)
 
 
 class Compare(TrainerCallback):
@@ -100,12 +100,12 @@ class Compare(TrainerCallback):
         trainer.add_callback(self)
 
     def _now(self) -> Any:
-        made, model = self.made, self.trainer.model
-        ids = torch.cat([made["prompt_ids"], made["completion_ids"]], 1)
-        mask = torch.cat([made["prompt_mask"], made["completion_mask"]], 1)
-        found = token_log_probs(model, ids, mask, temperature=HOT)
-        T = made["completion_ids"].shape[1]
-        return found.log_prob[:, -T:], found.entropy[:, -T:]
+        batch, model = self.made, self.trainer.model
+        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+        mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+        output = token_log_probs(model, ids, mask, temperature=HOT)
+        T = batch["completion_ids"].shape[1]
+        return output.log_prob[:, -T:], output.entropy[:, -T:]
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Compare."""
@@ -127,10 +127,10 @@ class Compare(TrainerCallback):
         self.off.append(float((log_prob - self.old[0]).abs().max()))
         loss = self.objective.loss(prepared, PolicyOutput(log_prob=log_prob, entropy=entropy)).total
         parameters = [p for p in self.trainer.model.parameters() if p.requires_grad]
-        wanted = torch.autograd.grad(loss, parameters)
+        expected = torch.autograd.grad(loss, parameters)
         got = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
-        gap = torch.stack([(a - b).norm() for a, b in zip(got, wanted, strict=True)]).norm()
-        size = torch.stack([b.norm() for b in wanted]).norm()
+        gap = torch.stack([(a - b).norm() for a, b in zip(got, expected, strict=True)]).norm()
+        size = torch.stack([b.norm() for b in expected]).norm()
         assert size > 0
         self.apart.append(float(gap / size))
 
@@ -156,10 +156,10 @@ def test_every_row_has_its_objectives_gradient(name: str, tmp_path: Path) -> Non
     assert compare.off[0] < 1e-9 and compare.off[1] > 1e-5  # the second update's ratio has left 1
 
 
-def moved(kind: Callable[..., Any], folder: Path, *, config: dict[str, Any], **named: Any) -> Tensor:
+def moved(kind: Callable[..., Any], folder: Path, *, config: dict[str, Any], **options: Any) -> Tensor:
     """All parameters after three steps."""
     torch.manual_seed(0)
-    trainer = trainer_of(kind, folder, [second], max_steps=3, config=config, **named)
+    trainer = trainer_of(kind, folder, [second], max_steps=3, config=config, **options)
     trainer.train()
     return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
 
@@ -179,8 +179,8 @@ SLOPE = {"optim": "sgd", "learning_rate": 1e-2, "num_iterations": 2}
 def test_stock_rows_move_as_stock_does(loss_type: str, objective: Objective, tmp_path: Path) -> None:
     scale = {"dr_grpo": "none"}.get(loss_type, "group")
     high = {"dapo": 0.28}.get(loss_type, 0.2)
-    named = {"loss_type": loss_type, "scale_rewards": scale, "epsilon_high": high}
-    stock = moved(Stock, tmp_path / "a", config=named | SLOPE)
+    settings = {"loss_type": loss_type, "scale_rewards": scale, "epsilon_high": high}
+    stock = moved(Stock, tmp_path / "a", config=settings | SLOPE)
     ours = moved(GRPOTrainer, tmp_path / "b", config=SLOPE, objective=objective)
     assert float((ours - stock).abs().max()) <= 1e-6
     start = torch.cat([p.flatten() for p in AutoModelForCausalLM.from_pretrained(FOLDER).parameters()])
@@ -215,12 +215,12 @@ def test_judges_are_reward_functions(tmp_path: Path) -> None:
 
 
 def test_two_processes_move_as_one(tmp_path: Path) -> None:
-    found = []
+    gradients = []
     for ranks in (1, 2):
         file = tmp_path / f"{ranks}.pt"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
         settings = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-        done = subprocess.run(
+        process = subprocess.run(
             [*command, str(ranks), __file__, str(file)],
             env=os.environ | settings,
             stdin=subprocess.DEVNULL,
@@ -228,19 +228,19 @@ def test_two_processes_move_as_one(tmp_path: Path) -> None:
             check=False,
             timeout=300,
         )
-        assert done.returncode == 0, done.stderr.decode()[-3000:]
-        found.append(torch.load(file))
-    assert float((found[0] - found[1]).norm() / found[0].norm()) <= 1e-6
+        assert process.returncode == 0, process.stderr.decode()[-3000:]
+        gradients.append(torch.load(file))
+    assert float((gradients[0] - gradients[1]).norm() / gradients[0].norm()) <= 1e-6
 
 
 def lengths(completions: list[str], **_: Any) -> list[float]:
-    """A number of each text, in whatever process."""
+    """A number for each text, in any process."""
     return [float(len(text) % 5) for text in completions]
 
 
 def one_of_several(file: Path) -> None:
-    """What a process does for the test above: a step on completions that are the same however many share
-    them; the first writes the gradient."""
+    """One process of the test above: a step on completions that are the same for any number of processes;
+    the first writes the gradient."""
     ranks = int(os.environ["WORLD_SIZE"])
     size = 8 // ranks
 
@@ -248,9 +248,9 @@ def one_of_several(file: Path) -> None:
         def _generate(self, prompts: list) -> Any:
             first = self.accelerator.process_index * size
             tokens = [[(7 * i + j) % 50 + 20 for j in range(3 + i)] for i in range(first, first + size)]
-            made = super()._generate(prompts)
+            generated = super()._generate(prompts)
             texts = self._tokenizer.batch_decode(tokens)
-            return (made[0], tokens, None, texts, *made[4:])
+            return (generated[0], tokens, None, texts, *generated[4:])
 
     trainer = trainer_of(
         Fixed,

@@ -14,16 +14,16 @@ from visalign.integrations.unirl import JudgeBackend
 
 
 def failing(completions: list[str], prompts: list[str]) -> list[float | None]:
-    """No number of an empty text."""
+    """No number for an empty text."""
     return [float(len(text)) or None for text in completions]
 
 
 def request(texts: list[str], metadata: list[dict] | None = None) -> RewardRequest:
     """As UniRL's trainer makes it."""
-    held = SimpleNamespace(texts=texts)
+    completions = SimpleNamespace(texts=texts)
     return RewardRequest(
         primitives={"text": SimpleNamespace(texts=["2 + 2?"] * len(texts))},
-        generated={"text": held},
+        generated={"text": completions},
         metadata=metadata,
     )
 

@@ -43,8 +43,8 @@ def step(seed: int = 0) -> dict[str, Tensor]:
     g = torch.Generator().manual_seed(seed)
     lengths = torch.randint(2, T + 1, (B,), generator=g)
     lengths[0] = T
-    here = torch.arange(T) < lengths[:, None]
-    mask = here & ((torch.rand(B, T, generator=g) > 0.1) | (torch.arange(T) == 0))
+    valid = torch.arange(T) < lengths[:, None]
+    mask = valid & ((torch.rand(B, T, generator=g) > 0.1) | (torch.arange(T) == 0))
     old = -torch.rand(B, T, generator=g, dtype=torch.float64) * 3
     new = old + 0.3 * torch.randn(B, T, generator=g, dtype=torch.float64)
     return {
@@ -99,8 +99,8 @@ def actor(**options: Any) -> ActorConfig:
     return ActorConfig(strategy="fsdp", rollout_n=4, ppo_micro_batch_size_per_gpu=1, **options)
 
 
-def far(got: Tensor, wanted: Tensor) -> float:
-    return float((got - wanted).norm() / wanted.norm())
+def far(got: Tensor, expected: Tensor) -> float:
+    return float((got - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("corrected", [False, True])
@@ -123,28 +123,28 @@ def test_loss_and_gradient_in_verl_are_those_of_the_objective(name: str, correct
     if corrected:
         prepared = replace(prepared, importance_weight=data["rollout_is_weights"])
     leaf = data["log_prob"].clone().requires_grad_()
-    wanted = changed.loss(prepared, PolicyOutput(log_prob=leaf)).total
-    wanted.backward()
+    expected = changed.loss(prepared, PolicyOutput(log_prob=leaf)).total
+    expected.backward()
     assert leaf.grad is not None and float(leaf.grad.norm()) > 1e-3
 
-    told = dict(line.split("=", 1) for line in settings_of(name))
+    values = dict(line.split("=", 1) for line in settings_of(name))
     prefix = "actor_rollout_ref.actor."
     options: dict[str, Any] = {
-        "loss_agg_mode": told[f"{prefix}loss_agg_mode"],
-        "policy_loss": PolicyLossConfig(loss_mode=told[f"{prefix}policy_loss.loss_mode"]),
-        "use_kl_loss": told.get(f"{prefix}use_kl_loss") == "True",
-        "kl_loss_coef": float(told.get(f"{prefix}kl_loss_coef", 0)),
-        "kl_loss_type": told.get(f"{prefix}kl_loss_type", "low_var_kl"),
+        "loss_agg_mode": values[f"{prefix}loss_agg_mode"],
+        "policy_loss": PolicyLossConfig(loss_mode=values[f"{prefix}policy_loss.loss_mode"]),
+        "use_kl_loss": values.get(f"{prefix}use_kl_loss") == "True",
+        "kl_loss_coef": float(values.get(f"{prefix}kl_loss_coef", 0)),
+        "kl_loss_type": values.get(f"{prefix}kl_loss_type", "low_var_kl"),
     }
-    if f"{prefix}loss_scale_factor" in told:
-        options["loss_scale_factor"] = int(told[f"{prefix}loss_scale_factor"])
+    if f"{prefix}loss_scale_factor" in values:
+        options["loss_scale_factor"] = int(values[f"{prefix}loss_scale_factor"])
     loss, gradient = in_verl(actor(**options), data, corrected=corrected)
-    assert abs(loss - float(wanted)) <= 1e-6 * max(1.0, abs(float(wanted)))
+    assert abs(loss - float(expected)) <= 1e-6 * max(1.0, abs(float(expected)))
     assert far(gradient, leaf.grad) <= 1e-6
 
 
 def settings_of(name: str) -> list[str]:
-    """Its settings, or of a row whose advantages verl has not, those of its loss."""
+    """A row's settings; only its loss's where verl lacks its advantages."""
     try:
         return settings(name, length=LENGTH)
     except ValueError:
@@ -162,17 +162,17 @@ def test_advantages_in_verl_are_those_of_the_objective(name: str, per_token: boo
     reward = torch.randint(0, 3, (B,), generator=g).float()
     reward[5] = torch.nan  # a judge that failed
     last = mask.sum(1).clamp(min=1) - 1
-    places = torch.stack([mask[i].nonzero()[last[i], 0] for i in range(B)])
-    rewards = torch.zeros(B, T).scatter(1, places[:, None], reward[:, None])
+    positions = torch.stack([mask[i].nonzero()[last[i], 0] for i in range(B)])
+    rewards = torch.zeros(B, T).scatter(1, positions[:, None], reward[:, None])
     process = 0.1 * torch.randn(B, T, generator=g) * mask if per_token else None
     batch = DataProto.from_dict(
         tensors={"token_level_rewards": rewards if process is None else rewards + process, "response_mask": mask},
         non_tensors={"uid": groups},
     )
-    made = compute_advantage(batch, adv_estimator=f"visalign:{name}", config=AlgoConfig()).batch
+    output = compute_advantage(batch, adv_estimator=f"visalign:{name}", config=AlgoConfig()).batch
     row = replace(NAMED[name], kl=0.0, kl_in_reward=0.0, drop_zero_signal=False, selection=None)
     row = replace(row, selection_options={}, surrogate="reinforce", surrogate_options={}, entropy=0.0)
-    wanted = row.prepare(
+    expected = row.prepare(
         Trajectories(
             weight=mask.float(),
             old_log_prob=torch.zeros(B, T),
@@ -181,8 +181,8 @@ def test_advantages_in_verl_are_those_of_the_objective(name: str, per_token: boo
             process_reward=process,
         )
     ).advantage
-    assert float(wanted.abs().max()) > 0.1 and bool((wanted[5] == 0).all())
-    assert far(made["advantages"], wanted) <= 1e-6 and torch.equal(made["advantages"], made["returns"])
+    assert float(expected.abs().max()) > 0.1 and bool((expected[5] == 0).all())
+    assert far(output["advantages"], expected) <= 1e-6 and torch.equal(output["advantages"], output["returns"])
 
 
 @pytest.mark.parametrize(
@@ -277,5 +277,5 @@ def test_an_image_of_verl_omni_is_scored() -> None:
     image = torch.randint(0, 256, (3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     got = compute_score(data_source="x", solution_image=image, ground_truth="a cat", extra_info={}, judge="jpeg_size")
     judge = load_reward("jpeg_size")
-    wanted = float(judge.score(image[None].numpy(), ["a cat"]).value[0])
-    assert got == (wanted if judge.higher_is_better else -wanted)
+    expected = float(judge.score(image[None].numpy(), ["a cat"]).value[0])
+    assert got == (expected if judge.higher_is_better else -expected)

@@ -126,9 +126,9 @@ def test_help_fits_80_columns_with_an_example_that_parses(name: str, monkeypatch
 
 def test_python_m_visalign_prints_its_help_without_heavy_imports() -> None:
     command = [sys.executable, "-X", "importtime", "-m", "visalign", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
-    assert "Usage: visalign [OPTIONS] COMMAND" in done.stdout
-    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    process = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    assert "Usage: visalign [OPTIONS] COMMAND" in process.stdout
+    imported = {line.rpartition("|")[2].strip() for line in process.stderr.splitlines()}
     assert "rich" in imported
     assert not imported & {"torch", "numpy", "diffusers", "transformers", "open_clip", "accelerate", "peft"}
 
@@ -388,9 +388,9 @@ def test_batches_do_not_change_the_rows(images: Path) -> None:
     with pytest.warns(UserWarning, match=r"Images named twice count once: .*b_white\.png"):
         files = find_images([images, images / "b_white.png"])
     rewards = {"one": Brightness(), "two": Brightness()}
-    seen: list[int] = []
-    rows = score.score_rows(_table(files), rewards, batch_size=2, on_batch=seen.append)
-    assert rows == score.score_rows(_table(files), rewards) and seen == [2, 1]
+    sizes: list[int] = []
+    rows = score.score_rows(_table(files), rewards, batch_size=2, on_batch=sizes.append)
+    assert rows == score.score_rows(_table(files), rewards) and sizes == [2, 1]
     names = [(Path(row.image).stem, row.reward) for row in rows[:3]]
     assert names == [("a_black", "one"), ("a_black", "two"), ("b_white", "one")]
     with pytest.raises(UserError, match="No images were named"):
@@ -405,8 +405,8 @@ def test_configs_lists_and_shows(toy: Toy) -> None:
         assert "Toy job." in visalign("configs", option, fits).stdout
         refused = visalign("configs", option, "flux")
         assert refused.exit_code == 2 and f"configuration fits {option} 'flux'" in refused.stderr
-    shown = visalign("configs", "toy")
-    assert shown.stdout == f"{HEADER}pipeline: toy\nsteps: 5\n"
+    printed = visalign("configs", "toy")
+    assert printed.stdout == f"{HEADER}pipeline: toy\nsteps: 5\n"
     refused = visalign("configs", "toi")
     assert refused.exit_code == 2 and "Did you mean 'toy'?" in refused.stderr
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations: what they resolve to, and what is refused with which words."""
+"""Configurations: what they resolve to, and the words of refusals."""
 
 from __future__ import annotations
 
@@ -238,10 +238,10 @@ def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("given", ["shapes_flow_grpo", "configs/shapes_flow_grpo.yaml"])
-def test_a_packaged_name_is_found_from_any_folder_and_a_users_file_first(packaged: Path, given: str) -> None:
-    assert resolve_config(given) == packaged / "shapes_flow_grpo.yaml"
-    assert load_config(Job, given).seed == 1
+@pytest.mark.parametrize("name", ["shapes_flow_grpo", "configs/shapes_flow_grpo.yaml"])
+def test_a_packaged_name_is_found_from_any_folder_and_a_users_file_first(packaged: Path, name: str) -> None:
+    assert resolve_config(name) == packaged / "shapes_flow_grpo.yaml"
+    assert load_config(Job, name).seed == 1
     Path("shapes_flow_grpo.yaml").write_text("seed: 2\n")
     assert load_config(Job, "shapes_flow_grpo.yaml").seed == 2 and load_config(Job, "shapes_flow_grpo").seed == 1
 

@@ -58,24 +58,24 @@ main()
 
 
 def test_the_core_needs_nothing_of_the_images() -> None:
-    done = subprocess.run([sys.executable, "-c", BLOCK + ALONE], cwd=ROOT, capture_output=True, text=True, check=False)
-    gradient, score, *said, foreign = done.stdout.splitlines()
+    run = subprocess.run([sys.executable, "-c", BLOCK + ALONE], cwd=ROOT, capture_output=True, text=True, check=False)
+    gradient, score, *messages, foreign = run.stdout.splitlines()
     assert gradient == "[1.0, -1.0, 1.0, -1.0]" and score == "[1.0]"
     mend = "not installed: python -m pip install 'visalign[images]'"
-    assert len(said) == 6 and all(
-        re.fullmatch(rf"('.*cannot be imported\. )?This needs \w+, which is {re.escape(mend)}\.?", s) for s in said
+    assert len(messages) == 6 and all(
+        re.fullmatch(rf"('.*cannot be imported\. )?This needs \w+, which is {re.escape(mend)}\.?", s) for s in messages
     )
-    assert foreign == "No module named 'peft'"  # who is no file of this package hears what Python says
-    assert done.returncode == 1 and done.stderr == f"Error: This needs typer, which is {mend}\n"
+    assert foreign == "No module named 'peft'"  # code outside this package gets Python's message
+    assert run.returncode == 1 and run.stderr == f"Error: This needs typer, which is {mend}\n"
 
 
 def test_the_doctor_examines_what_lacks_the_images() -> None:
     code = "sys.argv = ['visalign', 'doctor']\nfrom visalign.__main__ import main\nmain()"
-    done = subprocess.run([sys.executable, "-c", BLOCK + code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and not done.stderr
-    assert "Run: python -m pip install 'visalign[images]'" in done.stdout
-    assert "FAIL  configurations: ModuleNotFoundError: This needs yaml" in done.stdout
-    assert "PASS  advantages" in done.stdout
+    run = subprocess.run([sys.executable, "-c", BLOCK + code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 1 and not run.stderr
+    assert "Run: python -m pip install 'visalign[images]'" in run.stdout
+    assert "FAIL  configurations: ModuleNotFoundError: This needs yaml" in run.stdout
+    assert "PASS  advantages" in run.stdout
 
 
 def test_the_extra_is_what_its_modules_come_from() -> None:

@@ -60,14 +60,14 @@ def _modules_with_examples() -> list[str]:
     """Dotted names of the modules with a docstring that holds `>>>`."""
     folders = {"visalign": ROOT / "visalign", "visalign.rewards": ROOT / "rewards"}
     folders["visalign.pipelines"] = ROOT / "pipelines"
-    found = []
+    names = []
     for package, folder in folders.items():
         for path in sorted(folder.rglob("*.py")):
             parts = path.relative_to(folder).with_suffix("").parts
             is_wing = package == "visalign" and parts[0] in {"rewards", "pipelines"}
             if not is_wing and ">>> " in path.read_text(encoding="utf-8"):
-                found.append(".".join([package, *(part for part in parts if part != "__init__")]))
-    return found
+                names.append(".".join([package, *(part for part in parts if part != "__init__")]))
+    return names
 
 
 @pytest.mark.parametrize("name", _modules_with_examples())
@@ -96,24 +96,24 @@ class Block:
 
 def blocks_of(text: str, page: Path = README) -> list[Block]:
     """Return the fenced blocks of a Markdown text, in order."""
-    found = []
+    blocks = []
     for match in BLOCK.finditer(text):
         line = text[: match.start("code")].count("\n") + 1
-        found.append(Block(match["language"], match["code"], line, match["skip"] is None, page))
-    return found
+        blocks.append(Block(match["language"], match["code"], line, match["skip"] is None, page))
+    return blocks
 
 
 def commands_of(text: str) -> list[list[str]]:
     """Return the `visalign` commands of a shell text as lists of the words after `visalign`."""
-    found = []
+    commands = []
     for line in text.replace("\\\n", " ").splitlines():
         for part in line.split("&&"):
             words = shlex.split(part, comments=True)
             if words[:1] in (["python"], ["torchrun"]) and "-m" in words:  # of what -m names
                 words = words[words.index("-m") + 1 :]
             if words[:1] == ["visalign"]:
-                found.append(words[1:])
-    return found
+                commands.append(words[1:])
+    return commands
 
 
 PAGES = {
@@ -133,8 +133,8 @@ def test_the_readme_holds_the_test_command_on_a_line_of_its_own() -> None:
 
 
 def test_no_block_escapes() -> None:
-    known = {"bash", "diff", "python", "text", "yaml"}
-    assert {str(block): block.language for block in BLOCKS if block.language not in known} == {}
+    languages = {"bash", "diff", "python", "text", "yaml"}
+    assert {str(block): block.language for block in BLOCKS if block.language not in languages} == {}
     fences = {str(page): len(re.findall(r"^\s*```", text, re.MULTILINE)) for page, text in PAGES.items()}
     read = {str(page): 2 * sum(block.page == page for block in BLOCKS) for page in PAGES}
     assert fences == read, "an indented block is not run"
@@ -215,22 +215,22 @@ def test_commands(block: Block) -> None:
 def test_commands_within_a_sentence() -> None:
     """A training that a page names between backticks loads; "..." stands for more of the same."""
     quoted = re.findall(r"`(visalign train(?:-reward)? [a-z][^`]*)`", "\n".join(PAGES.values()))
-    found = [words for text in quoted for words in commands_of(text.replace("...", ""))]
-    assert len(found) > 15
-    for words in found:
+    commands = [words for text in quoted for words in commands_of(text.replace("...", ""))]
+    assert len(commands) > 15
+    for words in commands:
         check_command(words)
 
 
 def core_functions() -> dict[str, list[str]]:
     """module of visalign.core -> its public functions."""
-    found = {}
+    functions = {}
     for info in pkgutil.walk_packages(visalign.core.__path__, "visalign.core."):
         module = importlib.import_module(info.name)
         members = inspect.getmembers(module, inspect.isfunction)
-        found[info.name.removeprefix("visalign.core.")] = [
+        functions[info.name.removeprefix("visalign.core.")] = [
             name for name, function in members if function.__module__ == module.__name__ and name[0] != "_"
         ]
-    return found
+    return functions
 
 
 def quoted_names(text: str) -> set[str]:
@@ -256,8 +256,8 @@ def test_the_files_that_pages_name_exist() -> None:
     folders = "visalign|rewards|pipelines|configs|tests|assets|docs"
     bad = []
     for page, text in {**PAGES, CORE_README: CORE_TEXT}.items():
-        named = set(re.findall(rf"(?<![\w/.])((?:{folders})/[\w./-]+\.(?:py|md|yaml))\b", text))
-        bad += [f"{page.relative_to(ROOT)}: {path}" for path in sorted(named) if not (ROOT / path).exists()]
+        paths = set(re.findall(rf"(?<![\w/.])((?:{folders})/[\w./-]+\.(?:py|md|yaml))\b", text))
+        bad += [f"{page.relative_to(ROOT)}: {path}" for path in sorted(paths) if not (ROOT / path).exists()]
         links = {path for path in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text) if "://" not in path}
         if page.is_relative_to(SITE):
             continue  # mkdocs checks the links of the site, anchors included
@@ -298,9 +298,9 @@ def test_the_site_builds(tmp_path: Path) -> None:
     assert len(pages) > 40
     assert [str(path) for path, html in pages.items() if "{{ " in html] == []
     outside = [  # a page must be whole without a network
-        f"{path.relative_to(tmp_path)}: {found}"
+        f"{path.relative_to(tmp_path)}: {tag}"
         for path, html in pages.items()
-        for found in re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="(?:https?:)?//[^"]+"', html)
+        for tag in re.findall(r'<(?:script|link|img)[^>]+(?:src|href)="(?:https?:)?//[^"]+"', html)
     ]
     assert outside == []
     documents = json.loads((tmp_path / "site/search/search_index.json").read_text(encoding="utf-8"))["docs"]
@@ -332,8 +332,8 @@ def test_a_curve_is_of_kept_runs_else_of_the_header(
 ) -> None:
     drawn = importlib.import_module("macros.curves")
     monkeypatch.setattr(drawn, "FOLDER", tmp_path)
-    told = hooks.expand("{{ curves text_ppo }}")
-    assert 'class="change"' in told and 'class="band"' not in told and "visalign train text_ppo<" in told
+    html = hooks.expand("{{ curves text_ppo }}")
+    assert 'class="change"' in html and 'class="band"' not in html and "visalign train text_ppo<" in html
     assert hooks.expand("{{ curves shapes_ram text_dpo }}").count("<figure>") == 1, "one measure, one figure"
     folders = []
     for seed, rewards in enumerate(([0.1, 0.3, 0.5], [0.3, 0.3])):
@@ -345,9 +345,9 @@ def test_a_curve_is_of_kept_runs_else_of_the_header(
         (folder / "summary.json").write_text(json.dumps({**sides, "config": {"seed": seed}}))
         folders.append(folder)
     drawn.keep("text_ppo", folders)
-    kept = drawn.curve_of("text_ppo")
-    assert kept.points == [[1, 0.2, 0.1, 0.3], [2, 0.3, 0.3, 0.3]], "iterations that both runs have"
-    assert (kept.before, kept.after, kept.seeds) == ([0.2, 0.2], [0.5, 0.6], [0, 1])
+    curve = drawn.curve_of("text_ppo")
+    assert curve.points == [[1, 0.2, 0.1, 0.3], [2, 0.3, 0.3, 0.3]], "iterations that both runs have"
+    assert (curve.before, curve.after, curve.seeds) == ([0.2, 0.2], [0.5, 0.6], [0, 1])
     html = hooks.expand("{{ curves text_ppo }}")
     assert 'class="band"' in html and html.count("<circle") == 4 and "mean of seeds 0, 1" in html
 

@@ -116,8 +116,8 @@ def test_the_links_lead_to_the_wings(wing: str) -> None:
 def test_imports_run_one_way() -> None:
     command = shutil.which("lint-imports", path=str(Path(sys.executable).parent)) or shutil.which("lint-imports")
     assert command, 'lint-imports is missing; run: python -m pip install -e ".[test]"'
-    done = subprocess.run([command, "--no-cache", "--no-logo"], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    child = subprocess.run([command, "--no-cache", "--no-logo"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert child.returncode == 0, child.stdout + child.stderr
 
 
 @dataclass(frozen=True)
@@ -341,8 +341,8 @@ print(time.perf_counter() - begun, *sorted(set(sys.argv[1].split(",")) & set(sys
 def test_import_visalign_is_light() -> None:
     code = "import sys, visalign; print(*sorted(set(sys.argv[1].split(',')) & set(sys.modules)))"
     heavy = ",".join(sorted(HEAVY | {"torchvision", "matplotlib", "scipy"}))
-    done = subprocess.run([sys.executable, "-c", code, heavy], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == []
+    child = subprocess.run([sys.executable, "-c", code, heavy], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert child.stdout.split() == []
     best = float("inf")
     for _ in range(3):  # the least of a few: a busy machine only ever adds
         timed = subprocess.run(

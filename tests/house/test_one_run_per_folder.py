@@ -56,7 +56,7 @@ def test_a_lock_names_its_holder_and_dies_with_it(tmp_path: Path) -> None:
             pass
         with pytest.raises(FolderInUseError, match=rf"The output folder '.*run' is in use by process {other.pid}"):
             check_run_folder(tmp_path / "run", resume=True)
-    assert lock.is_file()  # of a killed holder: it says nothing any more
+    assert lock.is_file()  # left by a killed holder: it means nothing now
     check_run_folder(tmp_path / "run", resume=False)
     with hold_lock(lock, what="The run"), hold_lock(lock, what="The run"):
         assert lock.read_text().startswith(f"process {os.getpid()} on ")
@@ -92,17 +92,17 @@ def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_is_a_flag_and_the_second_stops(number: signal.Signals) -> None:
-    said: list[str] = []
-    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
-    with InterruptFlag(said.append) as flag:
+    messages: list[str] = []
+    before = [signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)]
+    with InterruptFlag(messages.append) as flag:
         assert not flag.raised
         os.kill(os.getpid(), number)
         assert flag.raised and flag.by == number
         again = "press again" if number == signal.SIGINT else "SIGTERM: .*send it again"
-        assert re.match(f".*{again} to stop at once", said[0])
+        assert re.match(f".*{again} to stop at once", messages[0])
         with pytest.raises(Stopped):
             os.kill(os.getpid(), number)
-    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 def test_sigterm_ends_forks_of_the_process_without_a_word(capfd: pytest.CaptureFixture[str]) -> None:
@@ -149,10 +149,10 @@ def test_sigterm_saves_a_run_and_a_second_run_in_its_folder_is_refused(tmp_path:
         assert f"is in use by process {first.pid} on" in second.output and "text_grpo" in second.output
         assert not list(folder.glob("checkpoints/step_*"))
         first.process.terminate()
-        code, said = first.wait(120)
+        code, output = first.wait(120)
     finally:
         first.process.kill()
-    assert code == 143, said
-    assert "SIGTERM: finishing this iteration and saving it" in said
-    assert "Stopped by SIGTERM. Continue with:" in said and said.rstrip().endswith("--resume")
+    assert code == 143, output
+    assert "SIGTERM: finishing this iteration and saving it" in output
+    assert "Stopped by SIGTERM. Continue with:" in output and output.rstrip().endswith("--resume")
     assert len(list(folder.glob("checkpoints/step_*"))) == 1 and not (folder / LOCK).exists()

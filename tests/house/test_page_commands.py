@@ -77,11 +77,11 @@ def is_left(words: list[str]) -> bool:
 
 def to_run() -> dict[Path, list[list[str]]]:
     """Return the commands of each page; those that an earlier page holds too run there."""
-    seen, found = list(ELSEWHERE), {}
+    earlier, by_page = list(ELSEWHERE), {}
     for page, commands in COMMANDS.items():
-        found[page] = [words[1:] for words in commands if words[1:] not in seen and not is_left(words)]
-        seen += found[page]
-    return {page: own for page, own in found.items() if own}
+        by_page[page] = [words[1:] for words in commands if words[1:] not in earlier and not is_left(words)]
+        earlier += by_page[page]
+    return {page: own for page, own in by_page.items() if own}
 
 
 def test_what_is_left_stands_on_a_page_and_the_rest_are_our_commands() -> None:
@@ -92,15 +92,15 @@ def test_what_is_left_stands_on_a_page_and_the_rest_are_our_commands() -> None:
 
 def cut(words: list[str]) -> list[str]:
     """Return the command with a smaller budget."""
-    found = list(words)
+    command = list(words)
     for option, value in SMALLER.items():
-        if option in found:
-            found[found.index(option) + 1] = value
-    if found[0] == "sample" and "--seeds" not in found:
-        found += ["--seeds", "0"]
-    if found[0] not in ("train", "train-reward"):
-        return found
-    config = read_config(found[1])
+        if option in command:
+            command[command.index(option) + 1] = value
+    if command[0] == "sample" and "--seeds" not in command:
+        command += ["--seeds", "0"]
+    if command[0] not in ("train", "train-reward"):
+        return command
+    config = read_config(command[1])
     budget = BUDGETS[str(config["pipeline"])]
     if "data.question=" in " ".join(words) or "question" in config.get("data", {}):
         budget = tuple(key for key in budget if not key.startswith(("data.tasks", "data.size", "data.held")))
@@ -108,7 +108,7 @@ def cut(words: list[str]) -> list[str]:
     elif "data.heldout=null" in words:
         budget = tuple(key for key in budget if not key.startswith("data.held"))
     own = {word.partition("=")[0] for word in words} - LENGTHS
-    return [*found, *(key for key in budget if key.partition("=")[0] not in own)]
+    return [*command, *(key for key in budget if key.partition("=")[0] not in own)]
 
 
 def lay_out(commands: list[list[str]]) -> None:
@@ -143,15 +143,15 @@ def write_lines(name: str, records: Sequence[Mapping[str, object]]) -> None:
 def test_the_commands_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(learning_rate, "FACTORS", (1.0, 3.0))
-    monkeypatch.setattr(server, "serve_votes", lambda store, **given: None)  # it waits for people
+    monkeypatch.setattr(server, "serve_votes", lambda store, **options: None)  # it waits for people
     lay_out(to_run()[page])
     names: dict[str, object] = {"__name__": "page"}
     for block in BLOCKS:  # that write what the commands read
         if block.page == page and block.language == "python" and ".write_text(" in block.code:
             exec(compile(block.code, str(page), "exec"), names)
     for number, words in enumerate(to_run()[page]):
-        given = cut(words)
-        if given[0] in ("train", "train-reward") and not {"--output", "-o", "--dry-run"} & set(given):
-            given += ["--output", f"run{number}"]  # dated folders of one second have one name
-        done = CliRunner().invoke(app, given)
-        assert done.exit_code == 0, f"{shlex.join(given)}: {done.output[-2000:]} {done.exception!r}"
+        command = cut(words)
+        if command[0] in ("train", "train-reward") and not {"--output", "-o", "--dry-run"} & set(command):
+            command += ["--output", f"run{number}"]  # dated folders of one second have one name
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 0, f"{shlex.join(command)}: {result.output[-2000:]} {result.exception!r}"

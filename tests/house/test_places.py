@@ -61,7 +61,7 @@ def test_a_place_below_a_file_is_refused_before_any_work(arguments: tuple[str, .
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 def test_a_place_that_no_file_can_be_made_in_is_refused_before_any_work() -> None:
-    """Permissions do not say it: root may write /proc."""
+    """Permissions do not tell: root may write /proc."""
     result = visalign(*IMAGE, "-o", "/proc/x.json")
     assert result.exit_code == 2
     assert "'/proc': No such file or directory. Give another folder." in result.stderr
@@ -110,12 +110,12 @@ def test_a_full_disk_in_score_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("form", ["jsonl", "csv"])
 def test_prompts_that_are_no_text_are_written_so_that_json_reads_them(form: str) -> None:
     odd = "caf\udce9"  # Latin-1 bytes of a command line, as Python reads them
-    given = ("score", "image.png", "-r", "sharpness", "-p", odd)
-    assert visalign(*given, "-f", form, "-o", "out").exit_code == 0
+    arguments = ("score", "image.png", "-r", "sharpness", "-p", odd)
+    assert visalign(*arguments, "-f", form, "-o", "out").exit_code == 0
     raw = Path("out").read_bytes().decode("utf-8")  # valid UTF-8
     if form == "jsonl":
         assert json.loads(raw)["prompt"] == odd
-        assert visalign(*given, "--page", "page.html").exit_code == 0
+        assert visalign(*arguments, "--page", "page.html").exit_code == 0
 
 
 def test_names_with_control_characters_move_no_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,5 +128,5 @@ def test_names_with_control_characters_move_no_cursor(monkeypatch: pytest.Monkey
     assert "a\\x1b[2Jb.png" in result.stdout and "c\\u202egnp.png" in result.stdout
     result_of_error = visalign("score", "image.png", "-r", "no\x1b[2Jreward", "-p", "x")
     assert "no\\x1b[2Jreward" in result_of_error.stderr or "'no\\x1b[2Jreward'" in result_of_error.stderr
-    for said in (result.stdout, result.stderr, result_of_error.stderr):
-        assert not set(said) & {"\x1b", "\x07", "\u202e"}
+    for text in (result.stdout, result.stderr, result_of_error.stderr):
+        assert not set(text) & {"\x1b", "\x07", "\u202e"}

@@ -31,7 +31,7 @@ BUDGETS = {
     "flow_grpo": IMAGES,
     "pref_grpo": IMAGES,
     "shapes_few_step": ("run.iterations=3", *IMAGES[1:]),  # the critic and the surrogate learn alone first
-    "sft_images": (*(each for each in IMAGES if "group_size" not in each), "data.images_size=4"),
+    "sft_images": (*(key for key in IMAGES if "group_size" not in key), "data.images_size=4"),
     "text_grpo": (*TEXT, *COMPLETIONS),
     "text_ppo": (*TEXT, *COMPLETIONS),
     "text_dpo": (*TEXT, "data.batch=4"),
@@ -88,8 +88,8 @@ STARTS = [
 
 def runnable(block: Block) -> list[list[str]]:
     """Return the training commands of a block that need no file of the reader."""
-    found = [words for words in commands_of(block.code) if words[0] in ("train", "train-reward")]
-    return [w for w in found if not any(own in part for own in OF_THE_READER for part in w)]
+    commands = [words for words in commands_of(block.code) if words[0] in ("train", "train-reward")]
+    return [w for w in commands if not any(own in part for own in OF_THE_READER for part in w)]
 
 
 RUN = {
@@ -125,8 +125,8 @@ def test_the_quick_start_runs(block: Block, tmp_path: Path, monkeypatch: pytest.
         budgets = BUDGETS.get(words[1]) or BUDGETS[str(read_config(words[1])["pipeline"])]
         budget = [key for key in budgets if key.partition("=")[0] not in own]
         output = Path(words[words.index("--output") + 1]) if "--output" in words else Path(f"run{number}")
-        given = [*words, *budget, *(() if "--output" in words else ("--output", str(output)))]
-        done = CliRunner().invoke(app, given)
-        assert done.exit_code == 0, f"{words}: {done.output[-2000:]} {done.exception!r}"
+        arguments = [*words, *budget, *(() if "--output" in words else ("--output", str(output)))]
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, f"{words}: {result.output[-2000:]} {result.exception!r}"
         if "--dry-run" not in words:
             assert json.loads((output / "summary.json").read_text(encoding="utf-8"))

@@ -15,8 +15,8 @@ from tests.house.test_docs import BLOCKS, README, ROOT
 
 def code_with(word: str, page: str) -> str:
     """Return the Python block of a page that has the word."""
-    [found] = [b.code for b in BLOCKS if b.language == "python" and b.page.name == page and word in b.code]
-    return found
+    [code] = [b.code for b in BLOCKS if b.language == "python" and b.page.name == page and word in b.code]
+    return code
 
 
 @pytest.mark.slow
@@ -31,10 +31,10 @@ def test_the_adapter_of_the_readme_is_trained_and_loaded(tmp_path: Path) -> None
     where = "import os, visalign; print(visalign.__file__); os.rename('runs/red', 'runs/first')"
     drawn = code_with("load_lora_weights", "fine_tune.md").replace("\npipe(", "\n_ = pipe(")
     code = "\n".join([trained, where, drawn, "print(pipe.get_active_adapters(), _.size)"])
-    places = os.environ | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=away, env=places, capture_output=True, text=True, check=False
+    environment = os.environ | {"PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    process = subprocess.run(
+        [sys.executable, "-c", code], cwd=away, env=environment, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    file, adapters = done.stdout.splitlines()[-2:]
+    assert process.returncode == 0, process.stderr[-3000:]
+    file, adapters = process.stdout.splitlines()[-2:]
     assert file.startswith(str(site)) and adapters == "['default_0'] (64, 64)"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a plugin says without its host, and what a host that lacks something is refused."""
+"""Messages of a plugin without its host, and refusals to a host that lacks something."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ IMAGES = torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
 
 def dark(images: torch.Tensor, prompts: list[str], metadata: list) -> list[float | None]:
-    """Brightness, none of the second image."""
+    """Brightness; none for the second image."""
     return [None if i == 1 else float(image.mean()) for i, image in enumerate(images)]
 
 
@@ -66,7 +66,7 @@ def test_texts_are_read_from_conversations() -> None:
 
 def test_judges_that_the_page_names_exist() -> None:
     page = (Path(__file__).parents[2] / "docs/start/hosts.md").read_text()
-    named = set(re.findall(r'(?:judge(?:=|: )|reward_function\("|flow_grpo\(")([a-z]\w+)', page))
-    assert {"hps_v2", "boxed_answer", "remote", "repetition"} <= named
-    named -= {"no", "within"}  # words of the page's sentences
-    assert named <= CATALOGUE.keys() | TEXT_CATALOGUE.keys()
+    judges = set(re.findall(r'(?:judge(?:=|: )|reward_function\("|flow_grpo\(")([a-z]\w+)', page))
+    assert {"hps_v2", "boxed_answer", "remote", "repetition"} <= judges
+    judges -= {"no", "within"}  # words of the page's sentences
+    assert judges <= CATALOGUE.keys() | TEXT_CATALOGUE.keys()

@@ -75,7 +75,7 @@ def test_batches_that_a_plan_says_will_not_fit_are_not_planned(monkeypatch):
     content = yaml.safe_load(text := draft_config("shapes-sd3", prompts="own.txt", memory=25))
     assert content["optimizer"]["micro_batch"] == 4 and content["data"]["train"] == "own.txt"
     assert "Name your reward\n" in text
-    assert tried == [16, 4]  # and not 8, which 16 says to be too large
+    assert tried == [16, 4]  # and not 8: 16 shows that 8 is too large
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,12 @@ def argument_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def run_visalign(*arguments: str) -> None:
-    """Run `visalign` with arguments that end with the output folder; a training that is there goes on."""
+    """Run `visalign` with arguments that end with the output folder; an existing training is resumed."""
     resume = ["--resume"] * (arguments[0].startswith("train") and Path(arguments[-1]).is_dir())
     command = [sys.executable, "-m", "visalign", *arguments, *resume]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"visalign {' '.join(arguments)}: {done.stderr[-2000:]}")
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if process.returncode:
+        raise SystemExit(f"visalign {' '.join(arguments)}: {process.stderr[-2000:]}")
 
 
 def read_rows(table: Path) -> list[dict[str, Any]]:

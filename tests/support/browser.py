@@ -96,17 +96,17 @@ class Browser:
         return [event["params"] for event in self.events if event["method"] == method]
 
     def value(self, expression: str) -> Any:
-        """What a JavaScript expression gives in the page."""
-        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
-        if "exceptionDetails" in found:
-            raise RuntimeError(f"{expression}: {found['exceptionDetails']}")
-        return found["result"].get("value")
+        """A JavaScript expression's value in the page."""
+        reply = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        if "exceptionDetails" in reply:
+            raise RuntimeError(f"{expression}: {reply['exceptionDetails']}")
+        return reply["result"].get("value")
 
-    def until(self, expression: str, wanted: Any = True) -> None:
-        """Wait until a JavaScript expression gives what is wanted."""
+    def until(self, expression: str, expected: Any = True) -> None:
+        """Wait until a JavaScript expression gives the expected value."""
         end = time.monotonic() + TIMEOUT
-        while (found := self.value(expression)) != wanted:
-            assert time.monotonic() < end, (expression, found, self.value("document.body.innerText"))
+        while (value := self.value(expression)) != expected:
+            assert time.monotonic() < end, (expression, value, self.value("document.body.innerText"))
             time.sleep(0.05)
 
     def press(self, key: str, code: int) -> None:
@@ -117,8 +117,8 @@ class Browser:
 
     def image(self, path: Path) -> None:
         """A screenshot of the whole page as PNG."""
-        found = self.call("Page.captureScreenshot", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(found["data"]))
+        reply = self.call("Page.captureScreenshot", captureBeyondViewport=True)
+        path.write_bytes(base64.b64decode(reply["data"]))
 
     def close(self) -> None:
         """End the browser."""
@@ -134,7 +134,7 @@ class Browser:
 
     def _wait(self, ready: Any, what: str) -> Any:
         end = time.monotonic() + TIMEOUT
-        while (found := ready()) is None:
+        while (reply := ready()) is None:
             left = end - time.monotonic()
             if left <= 0 or not select.select([self._in], [], [], left)[0]:
                 raise TimeoutError(f"The browser did not answer to {what} within {TIMEOUT:.0f} s.")
@@ -147,4 +147,4 @@ class Browser:
                     self._answers[message["id"]] = message
                 else:
                     self.events.append(message)
-        return found
+        return reply

@@ -65,6 +65,6 @@ class Watch(TorchDispatchMode):
         if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
             left, right = [x for x in args if isinstance(x, Tensor)][-2:]
             self.products += left.shape[0] * left.shape[1] * right.shape[1]
-        made = out if isinstance(out, tuple) else (out,)
-        self.sizes |= {(value.numel(), value.dtype) for value in made if isinstance(value, Tensor)}
+        outputs = out if isinstance(out, tuple) else (out,)
+        self.sizes |= {(value.numel(), value.dtype) for value in outputs if isinstance(value, Tensor)}
         return out

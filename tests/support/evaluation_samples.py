@@ -46,7 +46,7 @@ def make_result(
 
 
 def make_text_result(share: float, *, long: bool = False, **changes: Any) -> HeldoutResult:
-    """The same of completions: what is wrong says so, and where `long` texts have hundreds of words."""
+    """The same of completions: wrong ones say so, and with `long` texts have hundreds of words."""
     plain = make_result(share, **changes)
     tail = " and so on, word after word" * 60 if long else ""
     written = (f"<think> {k}\n</think> {'right' if c else 'wrong'}{tail}" for k, c in enumerate(plain.correct))

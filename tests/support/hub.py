@@ -16,14 +16,14 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 def offline(monkeypatch) -> list[str]:
-    """Nothing answers, and nothing was fetched before; the list fills with what was asked."""
+    """Nothing answers, and nothing was fetched before; the list fills with the requests."""
     return hub(monkeypatch, {}, reachable=False)
 
 
 def hub(monkeypatch, repositories: Mapping[str, Path], *, reachable: bool = True) -> list[str]:
     """Repositories by hub id; what is fetched is copied to a folder of its own. Returns the log of calls."""
     log: list[str] = []
-    place = Path(mkdtemp())
+    root = Path(mkdtemp())
 
     def info(_self, name: str, **_options):
         log.append(f"list {name}")
@@ -34,7 +34,7 @@ def hub(monkeypatch, repositories: Mapping[str, Path], *, reachable: bool = True
 
     def fetch(name: str, *, allow_patterns=(), local_files_only=False, **_options) -> str:
         log.append(f"fetch {name} {' '.join(sorted(allow_patterns))}")
-        folder = place / name.replace("/", "--") / "snapshots" / COMMIT
+        folder = root / name.replace("/", "--") / "snapshots" / COMMIT
         if local_files_only and not folder.is_dir():
             raise LocalEntryNotFoundError("nothing is here")
         for file in allow_patterns:

@@ -57,7 +57,7 @@ def trainer(**settings: Any) -> Any:
 
 
 class Answers(torch.nn.Module):
-    """A model that says the log-probs it was given."""
+    """A model that returns the given log-probs."""
 
     def __init__(self, log_prob: Tensor) -> None:
         super().__init__()
@@ -71,11 +71,11 @@ class Answers(torch.nn.Module):
 
 def batch(mask: Tensor, **more: Tensor) -> dict[str, Tensor]:
     """Inputs of a trainer, a prompt of one token."""
-    whole = torch.cat([torch.zeros(len(mask), 1), mask], 1).long()
+    full_mask = torch.cat([torch.zeros(len(mask), 1), mask], 1).long()
     return {
-        "input_ids": torch.ones_like(whole),
-        "attention_mask": torch.ones_like(whole),
-        "completion_mask": whole,
+        "input_ids": torch.ones_like(full_mask),
+        "attention_mask": torch.ones_like(full_mask),
+        "completion_mask": full_mask,
         **more,
     }
 
@@ -99,12 +99,12 @@ def record(variant: str, seed: int, function: str, params: Any, inputs: Any, out
 
 def pair_case(row: str, seed: int) -> dict[str, Any]:
     """`DPOTrainer._compute_loss`."""
-    given = draw(seed)
-    leaf = given["log_prob"].clone().requires_grad_()
+    draws = draw(seed)
+    leaf = draws["log_prob"].clone().requires_grad_()
     params = {"row": row, "beta": 0.1 + 0.2 * seed, "eps": 0.2 if row == "robust" else 0.0}
     own = trainer(loss_types=[row], loss_weights=[1.0], beta=params["beta"], label_smoothing=params["eps"])
-    better, worse = given["ref_log_prob"].chunk(2)
-    inputs = batch(given["mask"], ref_chosen_logps=better, ref_rejected_logps=worse)
+    better, worse = draws["ref_log_prob"].chunk(2)
+    inputs = batch(draws["mask"], ref_chosen_logps=better, ref_rejected_logps=worse)
     loss = trl.DPOTrainer._compute_loss(own, Answers(leaf), inputs, False)
     (slope,) = torch.autograd.grad(loss, leaf)
     outputs: dict[str, Any] = {"loss": loss, "grad_log_prob": slope}
@@ -112,23 +112,23 @@ def pair_case(row: str, seed: int) -> dict[str, Any]:
         logged = own._metrics["train"]
         for name in ("chosen", "rejected", "margins", "accuracies"):
             outputs[f"rewards_{name}"] = logged[f"rewards/{name}"][0]
-    return record(row, seed, "DPOTrainer._compute_loss", params, given, outputs)
+    return record(row, seed, "DPOTrainer._compute_loss", params, draws, outputs)
 
 
 def reference_free_case(row: str, seed: int) -> dict[str, Any]:
     """`CPOTrainer.cpo_loss`: SimPO, and cDPO where log-ratios are handed in."""
-    given = draw(seed)
-    leaf = given["log_prob"].clone().requires_grad_()
+    draws = draw(seed)
+    leaf = draws["log_prob"].clone().requires_grad_()
     simple = row == "simpo"
     params: dict[str, Any] = {"row": "simpo" if simple else "sigmoid", "beta": 0.5 + seed}
     params |= {"gamma": 0.5 + 0.3 * seed} if simple else {"eps": 0.1 + 0.1 * seed}
-    count = given["mask"].sum(1)
-    said = leaf.sum(1) / count if simple else leaf.sum(1) - given["ref_log_prob"]
+    count = draws["mask"].sum(1)
+    log_probs = leaf.sum(1) / count if simple else leaf.sum(1) - draws["ref_log_prob"]
     own = SimpleNamespace(
         alpha=0.0, accelerator=Accelerator(cpu=True), loss_type=params["row"], beta=params["beta"],
         simpo_gamma=params.get("gamma"), label_smoothing=params.get("eps", 0.0),
     )  # fmt: skip
-    losses, chosen, rejected = CPO.cpo_loss(own, *said.chunk(2))
+    losses, chosen, rejected = CPO.cpo_loss(own, *log_probs.chunk(2))
     (slope,) = torch.autograd.grad(losses.mean(), leaf)
     outputs = {
         "loss": losses.mean(),
@@ -136,17 +136,17 @@ def reference_free_case(row: str, seed: int) -> dict[str, Any]:
         "rewards_chosen": chosen.mean(),
         "rewards_rejected": rejected.mean(),
     }
-    return record(row, seed, "CPOTrainer.cpo_loss", params, given, outputs)
+    return record(row, seed, "CPOTrainer.cpo_loss", params, draws, outputs)
 
 
 def kto_case(seed: int) -> dict[str, Any]:
     """`KTOTrainer._compute_loss`; log-probs of mismatched pairs are handed in."""
-    given = draw(seed)
-    leaf = given["log_prob"].clone().requires_grad_()
+    draws = draw(seed)
+    leaf = draws["log_prob"].clone().requires_grad_()
     random = torch.Generator().manual_seed(100 + seed)
-    given["label"] = torch.tensor([True, False, True, True, False, False, True, False]).roll(seed)
+    draws["label"] = torch.tensor([True, False, True, True, False, False, True, False]).roll(seed)
     mismatched = -9 * torch.rand(2, 2 * PAIRS, generator=random, dtype=torch.float64)
-    given["kl_log_prob"], given["ref_kl_log_prob"] = mismatched[0] + 2 * (seed != 1), mismatched[1]
+    draws["kl_log_prob"], draws["ref_kl_log_prob"] = mismatched[0] + 2 * (seed != 1), mismatched[1]
     params = {"row": "kto", "beta": 0.1 + 0.2 * seed, "desirable": 1.0 + 0.3 * seed, "undesirable": 1.2}
     own = trainer(
         loss_type="kto",
@@ -154,10 +154,10 @@ def kto_case(seed: int) -> dict[str, Any]:
         calculate_KL=True,
         desirable_weight=params["desirable"],
         undesirable_weight=params["undesirable"],
-        _compute_kl_logps=lambda model, inputs: given["kl_log_prob"],
+        _compute_kl_logps=lambda model, inputs: draws["kl_log_prob"],
     )
     inputs = batch(
-        given["mask"], label=given["label"], ref_logps=given["ref_log_prob"], ref_KL_logps=given["ref_kl_log_prob"]
+        draws["mask"], label=draws["label"], ref_logps=draws["ref_log_prob"], ref_KL_logps=draws["ref_kl_log_prob"]
     )
     loss = trl.KTOTrainer._compute_loss(own, Answers(leaf), inputs, False)
     (slope,) = torch.autograd.grad(loss, leaf)
@@ -169,7 +169,7 @@ def kto_case(seed: int) -> dict[str, Any]:
         "rewards_chosen": logged["rewards/chosen"][0],
         "rewards_rejected": logged["rewards/rejected"][0],
     }
-    return record("kto", seed, "KTOTrainer._compute_loss", params, given, outputs)
+    return record("kto", seed, "KTOTrainer._compute_loss", params, draws, outputs)
 
 
 def main() -> None:

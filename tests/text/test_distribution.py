@@ -22,11 +22,11 @@ from visalign.text import (
 SHARES = torch.tensor([[0.1, 0.4, 0.05, 0.3, 0.15]], dtype=torch.float64)
 
 
-def sampled_log_prob(logits, target, sampling, kept=None):
-    """Of tokens under the distribution that was sampled; without K it is that of these logits."""
-    if kept is None and sampling.truncates:
-        kept = kept_tokens(log_distribution(logits.detach(), sampling.scale), sampling)
-    return chosen_log_prob(log_distribution(logits, sampling.scale, kept), target)
+def sampled_log_prob(logits, target, sampling, allowed=None):
+    """Of tokens under the distribution that was sampled; without `allowed`, that of these logits."""
+    if allowed is None and sampling.truncates:
+        allowed = kept_tokens(log_distribution(logits.detach(), sampling.scale), sampling)
+    return chosen_log_prob(log_distribution(logits, sampling.scale, allowed), target)
 
 
 @pytest.mark.parametrize(
@@ -39,14 +39,14 @@ def sampled_log_prob(logits, target, sampling, kept=None):
     ],
 )
 def test_the_fewest_tokens_that_hold_the_share_are_kept(options, tokens) -> None:
-    found = kept_tokens(SHARES.log(), Sampling(**options))
-    assert found is not None and found[0].nonzero()[:, 0].tolist() == tokens
+    mask = kept_tokens(SHARES.log(), Sampling(**options))
+    assert mask is not None and mask[0].nonzero()[:, 0].tolist() == tokens
 
 
 def test_the_chosen_token_is_renormalised() -> None:
-    found = sampled_log_prob(SHARES.log(), torch.tensor([3]), Sampling(top_k=2))
-    assert found.log_prob.item() == pytest.approx(math.log(3 / 7), abs=1e-12)
-    assert found.entropy.item() == pytest.approx(-(3 / 7) * math.log(3 / 7) - (4 / 7) * math.log(4 / 7), abs=1e-12)
+    output = sampled_log_prob(SHARES.log(), torch.tensor([3]), Sampling(top_k=2))
+    assert output.log_prob.item() == pytest.approx(math.log(3 / 7), abs=1e-12)
+    assert output.entropy.item() == pytest.approx(-(3 / 7) * math.log(3 / 7) - (4 / 7) * math.log(4 / 7), abs=1e-12)
     assert sampled_log_prob(SHARES.log(), torch.tensor([0]), Sampling(top_k=2)).log_prob.item() == -math.inf
 
 
@@ -76,8 +76,8 @@ def test_without_truncation_it_is_the_core_function() -> None:
 def test_gradients_are_finite_and_zero_outside_the_kept_tokens() -> None:
     logits = SHARES.log().requires_grad_()
     allowed = torch.tensor([[False, True, False, True, True]])
-    found = sampled_log_prob(logits, torch.tensor([4]), Sampling(top_p=0.5), allowed)
-    (found.log_prob + found.entropy).sum().backward()
+    output = sampled_log_prob(logits, torch.tensor([4]), Sampling(top_p=0.5), allowed)
+    (output.log_prob + output.entropy).sum().backward()
     assert logits.grad is not None and torch.isfinite(logits.grad).all()
     assert logits.grad[~allowed].abs().max() == 0
     assert torch.autograd.gradcheck(
@@ -91,10 +91,10 @@ def test_remembered_sets_keep_a_token_that_left_the_nucleus() -> None:
     sampling, target = Sampling(top_p=0.7), torch.tensor([3])
     remembered = kept_tokens(SHARES.log(), sampling)
     assert sampled_log_prob(later, target, sampling).log_prob.item() == -math.inf
-    found = sampled_log_prob(later, target, sampling, remembered)
+    output = sampled_log_prob(later, target, sampling, remembered)
     # top-p 0.7 in float64 keeps 0.4 and 0.3 up to the rounding of their sum, perhaps 0.15 too
-    held = later.exp()[remembered].sum().item()
-    assert found.log_prob.item() == pytest.approx(math.log(0.03 / held), abs=1e-6)
+    mass = later.exp()[remembered].sum().item()
+    assert output.log_prob.item() == pytest.approx(math.log(0.03 / mass), abs=1e-6)
 
 
 def test_drawing_inverts_the_cumulative_probability_and_never_takes_an_excluded_token() -> None:
@@ -108,8 +108,8 @@ def test_drawing_inverts_the_cumulative_probability_and_never_takes_an_excluded_
 
 
 def test_a_seed_gives_its_own_numbers_whatever_the_batch() -> None:
-    alone, together = sample_uniforms([7], 5), sample_uniforms([3, 7, 9], 40)
-    torch.testing.assert_close(alone[0], together[1, :5], rtol=0, atol=0)
+    single, together = sample_uniforms([7], 5), sample_uniforms([3, 7, 9], 40)
+    torch.testing.assert_close(single[0], together[1, :5], rtol=0, atol=0)
     assert together.min() >= 0 and together.max() < 1 and len(together.unique()) == 120
     assert draw_seeds(5, 3) == draw_seeds(5, 9)[:3] and draw_seeds(5, 3) != draw_seeds(6, 3)
     assert len(set(draw_seeds(0, 1000))) == 1000 and draw_seeds([7, 3], 2) == [7, 3]

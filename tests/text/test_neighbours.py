@@ -42,9 +42,9 @@ def test_a_share_of_the_words_changes() -> None:
 
 def test_the_copies_at_the_rim_are_learnt_from() -> None:
     copies = [changed_words(LONG, Random(f"4 {n} {LONG}")) for n in range(5)]
-    kept = convex_variants(LONG, seed=4)
-    assert kept == [copies[place] for place in convex_vertices(hashed_ngrams(copies)).tolist()]
-    assert 1 <= len(kept) == len(set(kept)) <= 5 and LONG not in kept
-    assert kept == convex_variants(LONG, seed=4) != convex_variants(LONG, seed=5)
+    variants = convex_variants(LONG, seed=4)
+    assert variants == [copies[index] for index in convex_vertices(hashed_ngrams(copies)).tolist()]
+    assert 1 <= len(variants) == len(set(variants)) <= 5 and LONG not in variants
+    assert variants == convex_variants(LONG, seed=4) != convex_variants(LONG, seed=5)
     assert convex_variants("a red cat") == ["a red cat"]
     assert torch.equal(hashed_ngrams([]), torch.zeros(0, 2048))

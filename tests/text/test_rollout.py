@@ -34,8 +34,8 @@ def rollout(count: int = 4, length: int = 3, **changes) -> TextRollout:
 
 
 def test_rows_take_everything_along() -> None:
-    kept = TokenSets.from_lists([[torch.tensor([i])] * 3 for i in range(4)], 3)
-    part = rollout(kept=kept).rows(torch.tensor([2, 0]))
+    token_sets = TokenSets.from_lists([[torch.tensor([i])] * 3 for i in range(4)], 3)
+    part = rollout(kept=token_sets).rows(torch.tensor([2, 0]))
     assert part.text == ["answer 2", "answer 0"] and part.seed == [2, 0] and part.group == [1, 0]
     assert part.completion_ids[0].tolist() == [6, 7, 8]
     assert part.kept is not None and part.kept.ids.tolist() == [2, 2, 2, 0, 0, 0]
@@ -65,24 +65,24 @@ def test_joined_rollouts_are_padded_on_the_right_side() -> None:
 
 
 def test_trajectories_feed_an_objective() -> None:
-    given = rollout()
-    step = given.trajectories(torch.tensor([1.0, 0.0, 1.0, 0.0]))
-    torch.testing.assert_close(step.old_log_prob, given.log_prob)
-    torch.testing.assert_close(step.entropy, given.entropy)
+    text_rollout = rollout()
+    step = text_rollout.trajectories(torch.tensor([1.0, 0.0, 1.0, 0.0]))
+    torch.testing.assert_close(step.old_log_prob, text_rollout.log_prob)
+    torch.testing.assert_close(step.entropy, text_rollout.entropy)
     assert step.group == [0, 0, 1, 1] and step.rollout_log_prob is None
     objective = named_objective("dapo")
-    leaf = given.log_prob.clone().requires_grad_()
+    leaf = text_rollout.log_prob.clone().requires_grad_()
     loss = objective.loss(objective.prepare(step), PolicyOutput(log_prob=leaf)).total
     loss.backward()
     assert leaf.grad is not None and leaf.grad[0, 2] == 0 and leaf.grad[0, 0] < 0 < leaf.grad[1, 0]
 
 
 def test_recomputed_log_probs_leave_the_sampled_ones_for_the_correction() -> None:
-    given, other = rollout(), torch.zeros(4, 3)
-    step = given.trajectories(torch.zeros(4), old_log_prob=other)
-    assert step.old_log_prob is other and step.rollout_log_prob is given.log_prob
-    weight = filter_overlong(given.loss_mask, given.truncated)
-    assert given.trajectories(torch.zeros(4), weight=weight).weight.sum() == 2
+    text_rollout, other = rollout(), torch.zeros(4, 3)
+    step = text_rollout.trajectories(torch.zeros(4), old_log_prob=other)
+    assert step.old_log_prob is other and step.rollout_log_prob is text_rollout.log_prob
+    weight = filter_overlong(text_rollout.loss_mask, text_rollout.truncated)
+    assert text_rollout.trajectories(torch.zeros(4), weight=weight).weight.sum() == 2
 
 
 def test_a_greedy_rollout_is_no_training_data() -> None:

@@ -64,7 +64,7 @@ class Room:
 
 
 class Game:
-    """An environment with steps: a wrong answer is told so, and costs 1."""
+    """An environment with steps that rejects a wrong answer, which costs 1."""
 
     def reset(self) -> None: ...
 
@@ -119,14 +119,14 @@ def test_a_conversation_has_the_form_of_the_template_and_only_the_policys_tokens
         tool,
         {"role": "assistant", "content": "It is 3"},
     ]
-    whole = engine.encoder.render(messages, closed=True)
-    assert '"name": "add"' in engine.prompts[0] and whole == engine.prompts[0] + rollout.text[0] + "<|im_end|>\n"
+    rendered = engine.encoder.render(messages, closed=True)
+    assert '"name": "add"' in engine.prompts[0] and rendered == engine.prompts[0] + rollout.text[0] + "<|im_end|>\n"
     tokens, drawn = rollout.completion_ids[0], rollout.loss_mask[0] != 0
     assert engine.encoder.tokenizer.decode(tokens[drawn]) == f"{called(CALL)}<|im_end|>It is 3<|im_end|>"
     assert (rollout.log_prob[0][~drawn] == 0).all() and rollout.tools is not None and rollout.tools[0].calls == 1
-    seen: list[str] = []
-    TextFunctionReward(lambda completion: seen.append(completion) or 1.0).score(rollout.text, rollout.prompt)
-    assert seen == [f"{called(CALL)}<|im_end|>It is 3"], "what the tool wrote earns nothing"
+    texts: list[str] = []
+    TextFunctionReward(lambda completion: texts.append(completion) or 1.0).score(rollout.text, rollout.prompt)
+    assert texts == [f"{called(CALL)}<|im_end|>It is 3"], "what the tool wrote earns nothing"
 
 
 @pytest.mark.parametrize(

@@ -29,12 +29,12 @@ def test_sizes_are_those_of_the_library() -> None:
     for _ in range(1000):
         height, width = chance.randint(1, 900), chance.randint(1, 900)
         factor = chance.choice((8, 28, 32))
-        least = chance.choice((factor**2, 56 * 56, 200704))
-        most = chance.choice((least, 4 * least, 1003520))
+        min_pixels = chance.choice((factor**2, 56 * 56, 200704))
+        max_pixels = chance.choice((min_pixels, 4 * min_pixels, 1003520))
         if max(height, width) > 200 * min(height, width):
             continue
-        sizes = smart_resize(height, width, factor, least, max(least, most))
-        assert sizes == own_smart_resize(height, width, factor, least, max(least, most))
+        sizes = smart_resize(height, width, factor, min_pixels, max(min_pixels, max_pixels))
+        assert sizes == own_smart_resize(height, width, factor, min_pixels, max(min_pixels, max_pixels))
 
 
 def test_halves_round_to_even_and_little_images_grow() -> None:
@@ -79,10 +79,10 @@ def test_pixels_are_within_one_level_of_pil_and_the_processor() -> None:
         worst = max(worst, float((pil - levels).abs().max()))
         own = processor(images=[pixels], return_tensors="pt", input_data_format="channels_first")
         assert tuple(own["image_grid_thw"][0].tolist()) == cutter.grid(height, width)
-        found = cutter.cut(pixels)
-        assert found.shape == own["pixel_values"].shape
-        apart = (found - own["pixel_values"]).view(len(found), 3, 2, -1).transpose(0, 1) * std
-        assert float(apart.abs().max()) <= 1.001 / 255 + 1e-6
+        patches = cutter.cut(pixels)
+        assert patches.shape == own["pixel_values"].shape
+        difference = (patches - own["pixel_values"]).view(len(patches), 3, 2, -1).transpose(0, 1) * std
+        assert float(difference.abs().max()) <= 1.001 / 255 + 1e-6
     assert worst <= 1 and differing / count < 1e-3, (worst, differing / count)
 
 

@@ -14,9 +14,9 @@ from visalign.vision.window import TOLERANCE, seen_window
 def on_border(small: torch.Tensor, top: int, left: int, height: int = 128, width: int = 128) -> torch.Tensor:
     """The image [3, h, w] uint8 on a teal border that is off by up to 4 levels, as JPEG's would be."""
     noise = torch.from_numpy(np.random.default_rng(0).integers(0, 5, (3, height, width)))
-    whole = (torch.tensor([0, 128, 128])[:, None, None] + noise).to(torch.uint8)
-    whole[:, top : top + small.shape[1], left : left + small.shape[2]] = small
-    return whole
+    canvas = (torch.tensor([0, 128, 128])[:, None, None] + noise).to(torch.uint8)
+    canvas[:, top : top + small.shape[1], left : left + small.shape[2]] = small
+    return canvas
 
 
 def noise(height: int, width: int) -> torch.Tensor:
@@ -33,8 +33,8 @@ def test_an_image_on_a_border_is_read_at_its_own_size(top: int, left: int) -> No
 
 
 def test_what_is_smaller_stays_in_the_middle_and_in_the_image() -> None:
-    found = seen_window(on_border(noise(10, 20), 50, 60), 64)
-    assert found.shape == (3, 64, 64) and (found[0, 27:37, 22:42] >= 140).all() and (found[0] < 9).sum() > 3000
+    window = seen_window(on_border(noise(10, 20), 50, 60), 64)
+    assert window.shape == (3, 64, 64) and (window[0, 27:37, 22:42] >= 140).all() and (window[0] < 9).sum() > 3000
     at_the_edge = seen_window(on_border(noise(10, 20), 118, 2), 64)
     assert (at_the_edge[0, 54:, 2:22] >= 140).all()
     low = seen_window(on_border(noise(10, 20), 20, 100, height=40, width=128), 64)
@@ -42,7 +42,7 @@ def test_what_is_smaller_stays_in_the_middle_and_in_the_image() -> None:
 
 
 @pytest.mark.parametrize(
-    "whole",
+    "image",
     [
         noise(64, 64),
         noise(128, 128),
@@ -53,17 +53,17 @@ def test_what_is_smaller_stays_in_the_middle_and_in_the_image() -> None:
     ],
     ids=["no larger", "no border", "no larger, border", "does not fit", "two corners", "nothing but border"],
 )
-def test_otherwise_the_image_is_read_whole(whole: torch.Tensor) -> None:
-    assert seen_window(whole, 64) is whole
+def test_otherwise_the_image_is_read_whole(image: torch.Tensor) -> None:
+    assert seen_window(image, 64) is image
 
 
 def test_more_than_the_tolerance_is_content() -> None:
     """One pixel that is off by a level more than a border may be is in the middle of the window."""
-    whole = torch.full((3, 128, 128), 100, dtype=torch.uint8)
-    whole[1, 100, 64] = 100 - TOLERANCE
-    assert seen_window(whole, 64) is whole
-    whole[1, 100, 64] -= 1
-    assert seen_window(whole, 64).shape == (3, 64, 64) and seen_window(whole, 64)[1].min() == 99 - TOLERANCE
+    image = torch.full((3, 128, 128), 100, dtype=torch.uint8)
+    image[1, 100, 64] = 100 - TOLERANCE
+    assert seen_window(image, 64) is image
+    image[1, 100, 64] -= 1
+    assert seen_window(image, 64).shape == (3, 64, 64) and seen_window(image, 64)[1].min() == 99 - TOLERANCE
 
 
 def test_a_clip_is_taken_whole() -> None:

@@ -39,28 +39,28 @@ def policy(model=None, **options) -> CausalLMPolicy:
     return CausalLMPolicy(model or tiny_model(), tiny_tokenizer(), **options)
 
 
-def rollout_of(given: CausalLMPolicy, sampling=NUCLEUS) -> TextRollout:
-    return given.generate(PROMPTS, seeds=1, num_generations=2, sampling=sampling, stopping=STOP)
+def rollout_of(actor: CausalLMPolicy, sampling=NUCLEUS) -> TextRollout:
+    return actor.generate(PROMPTS, seeds=1, num_generations=2, sampling=sampling, stopping=STOP)
 
 
-def perturb(given: CausalLMPolicy, scale: float = 0.1) -> None:
+def perturb(actor: CausalLMPolicy, scale: float = 0.1) -> None:
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
-        for _, parameter in given.trainable_parameters():
+        for _, parameter in actor.trainable_parameters():
             parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
 
 
-def gradients(given: CausalLMPolicy, loss: torch.Tensor) -> list[torch.Tensor]:
-    return list(torch.autograd.grad(loss, [p for _, p in given.trainable_parameters()]))
+def gradients(actor: CausalLMPolicy, loss: torch.Tensor) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(loss, [p for _, p in actor.trainable_parameters()]))
 
 
-def naive(given: CausalLMPolicy, rollout: TextRollout) -> torch.Tensor:
+def naive(actor: CausalLMPolicy, rollout: TextRollout) -> torch.Tensor:
     """Σ over tokens of c_t log p_t at the temperature, sample by sample through the model's own logits."""
     total = torch.zeros(())
     for row in range(len(rollout)):
         prompt = rollout.prompt_ids[row, rollout.prompt_mask[row] > 0]
         completion = rollout.completion_ids[row, rollout.loss_mask[row] > 0]
-        logits = given.model(torch.cat((prompt, completion))[None]).logits[0, len(prompt) - 1 : -1]
+        logits = actor.model(torch.cat((prompt, completion))[None]).logits[0, len(prompt) - 1 : -1]
         log_p = (logits / rollout.sampling.temperature).log_softmax(-1).gather(-1, completion[:, None])[:, 0]
         total = total + (log_p * torch.arange(1, len(completion) + 1)).sum()
     return total
@@ -68,103 +68,103 @@ def naive(given: CausalLMPolicy, rollout: TextRollout) -> torch.Tensor:
 
 @pytest.mark.parametrize("lora", [None, LORA])
 def test_gradients_are_those_of_the_models_logits(lora) -> None:
-    given = policy(lora=lora)
-    rollout = rollout_of(given)
-    perturb(given)
-    place = torch.arange(1, rollout.loss_mask.shape[1] + 1)
-    expected = gradients(given, naive(given, rollout))
-    ours = gradients(given, (given.log_probs(rollout, distribution="full").log_prob * place).sum())
+    actor = policy(lora=lora)
+    rollout = rollout_of(actor)
+    perturb(actor)
+    coefficients = torch.arange(1, rollout.loss_mask.shape[1] + 1)
+    expected = gradients(actor, naive(actor, rollout))
+    ours = gradients(actor, (actor.log_probs(rollout, distribution="full").log_prob * coefficients).sum())
     for mine, theirs in zip(ours, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3 * max(1, theirs.abs().max().item()))
 
 
 def test_micro_batches_and_recomputed_activations_change_nothing() -> None:
-    given, saving = policy(), policy(gradient_checkpointing=True)
-    rollout = rollout_of(given)
-    place = torch.arange(1, rollout.loss_mask.shape[1] + 1)
+    actor, saving = policy(), policy(gradient_checkpointing=True)
+    rollout = rollout_of(actor)
+    coefficients = torch.arange(1, rollout.loss_mask.shape[1] + 1)
 
     def total(which, rows):
-        found = which.log_probs(rollout, rows)
-        return (found.log_prob * place + found.entropy).sum()
+        output = which.log_probs(rollout, rows)
+        return (output.log_prob * coefficients + output.entropy).sum()
 
-    whole = gradients(given, total(given, None))
-    shares = [gradients(given, total(given, rows)) for rows in torch.tensor([4, 0, 2, 1, 5, 3]).split([1, 3, 2])]
-    for mine, *parts in zip(whole, *shares, strict=True):
+    full_batch = gradients(actor, total(actor, None))
+    shares = [gradients(actor, total(actor, rows)) for rows in torch.tensor([4, 0, 2, 1, 5, 3]).split([1, 3, 2])]
+    for mine, *parts in zip(full_batch, *shares, strict=True):
         torch.testing.assert_close(sum(parts), mine, rtol=1e-4, atol=1e-4)
-    for mine, other in zip(whole, gradients(saving, total(saving, None)), strict=True):
+    for mine, other in zip(full_batch, gradients(saving, total(saving, None)), strict=True):
         torch.testing.assert_close(other, mine, rtol=1e-4, atol=1e-4)
     with torch.no_grad():
-        given.score_batch = 2
-        torch.testing.assert_close(given.log_probs(rollout).log_prob, rollout.log_prob, rtol=0, atol=1e-4)
+        actor.score_batch = 2
+        torch.testing.assert_close(actor.log_probs(rollout).log_prob, rollout.log_prob, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), NUCLEUS])
 def test_a_statistic_is_of_the_distribution_that_was_sampled(sampling) -> None:
     """With a nucleus of 1 it is the entropy, in value and gradient; smaller ones hold less."""
-    given = policy()
-    rollout = rollout_of(given, sampling)
-    perturb(given)
-    plain = given.log_probs(rollout)
-    asked = given.log_probs(rollout, statistic=partial(nucleus_entropy, p=1.0))
-    assert asked.statistic is not None and plain.statistic is None
-    torch.testing.assert_close(asked.log_prob, plain.log_prob, rtol=0, atol=1e-5)
-    torch.testing.assert_close(asked.statistic, plain.entropy, rtol=0, atol=1e-5)
+    actor = policy()
+    rollout = rollout_of(actor, sampling)
+    perturb(actor)
+    plain = actor.log_probs(rollout)
+    output = actor.log_probs(rollout, statistic=partial(nucleus_entropy, p=1.0))
+    assert output.statistic is not None and plain.statistic is None
+    torch.testing.assert_close(output.log_prob, plain.log_prob, rtol=0, atol=1e-5)
+    torch.testing.assert_close(output.statistic, plain.entropy, rtol=0, atol=1e-5)
     for ours, expected in zip(
-        gradients(given, asked.statistic.sum()), gradients(given, plain.entropy.sum()), strict=True
+        gradients(actor, output.statistic.sum()), gradients(actor, plain.entropy.sum()), strict=True
     ):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
-    smaller = given.log_probs(rollout, statistic=partial(nucleus_entropy, p=0.5)).statistic
-    assert smaller is not None and bool((smaller <= asked.statistic + 1e-5).all())
-    assert float(smaller.sum().detach()) < 0.9 * float(asked.statistic.sum().detach())
+    smaller = actor.log_probs(rollout, statistic=partial(nucleus_entropy, p=0.5)).statistic
+    assert smaller is not None and bool((smaller <= output.statistic + 1e-5).all())
+    assert float(smaller.sum().detach()) < 0.9 * float(output.statistic.sum().detach())
 
 
 @torch.no_grad()
 def test_a_later_policy_is_scored_on_the_tokens_that_could_be_drawn() -> None:
-    given = policy()
-    rollout = rollout_of(given)
+    actor = policy()
+    rollout = rollout_of(actor)
     assert rollout.kept is not None
-    perturb(given, 0.3)
-    found = given.log_probs(rollout).log_prob
+    perturb(actor, 0.3)
+    log_prob = actor.log_probs(rollout).log_prob
     row, column = (rollout.loss_mask > 0).nonzero(as_tuple=True)
-    kept = rollout.kept.mask(row, column, 64)
-    place = 0
+    masks = rollout.kept.mask(row, column, 64)
+    start = 0
     for sample in range(len(rollout)):
         prompt = rollout.prompt_ids[sample, rollout.prompt_mask[sample] > 0]
         completion = rollout.completion_ids[sample, rollout.loss_mask[sample] > 0]
-        logits = given.model(torch.cat((prompt, completion))[None]).logits[0, len(prompt) - 1 : -1] / 0.7
-        allowed = kept[place : place + len(completion)]
-        held = torch.stack([z[mask].logsumexp(0) for z, mask in zip(logits, allowed, strict=True)])
-        expected = logits.gather(-1, completion[:, None])[:, 0] - held
-        torch.testing.assert_close(found[sample, : len(completion)], expected, rtol=0, atol=1e-4)
-        place += len(completion)
-    assert torch.isfinite(found).all() and (found - rollout.log_prob).abs().max() > 0.1
+        logits = actor.model(torch.cat((prompt, completion))[None]).logits[0, len(prompt) - 1 : -1] / 0.7
+        allowed = masks[start : start + len(completion)]
+        log_normalizer = torch.stack([z[mask].logsumexp(0) for z, mask in zip(logits, allowed, strict=True)])
+        expected = logits.gather(-1, completion[:, None])[:, 0] - log_normalizer
+        torch.testing.assert_close(log_prob[sample, : len(completion)], expected, rtol=0, atol=1e-4)
+        start += len(completion)
+    assert torch.isfinite(log_prob).all() and (log_prob - rollout.log_prob).abs().max() > 0.1
 
 
 def test_holes_in_the_weight_are_left_out_but_stay_in_the_context() -> None:
-    given = policy()
-    rollout = rollout_of(given)
+    actor = policy()
+    rollout = rollout_of(actor)
     weight = rollout.loss_mask.clone()
     weight[:, 1:4] = 0
     weight[1, 5:] = 0
-    found = given.log_probs(replace(rollout, loss_mask=weight)).log_prob
-    torch.testing.assert_close(found, rollout.log_prob * (weight != 0), rtol=0, atol=1e-4)
+    log_prob = actor.log_probs(replace(rollout, loss_mask=weight)).log_prob
+    torch.testing.assert_close(log_prob, rollout.log_prob * (weight != 0), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("lora", [None, LORA])
 @torch.no_grad()
 def test_the_reference_is_the_model_before_training(lora) -> None:
-    given = policy(lora=lora)
-    rollout = rollout_of(given)
-    before = given.log_probs(rollout).log_prob
-    perturb(given)
-    after = given.log_probs(rollout).log_prob
+    actor = policy(lora=lora)
+    rollout = rollout_of(actor)
+    before = actor.log_probs(rollout).log_prob
+    perturb(actor)
+    after = actor.log_probs(rollout).log_prob
     assert (after - before).abs().max() > 0.01
-    with given.reference():
-        with given.reference():
+    with actor.reference():
+        with actor.reference():
             pass
-        torch.testing.assert_close(given.log_probs(rollout).log_prob, before, rtol=0, atol=0)
-    torch.testing.assert_close(given.log_probs(rollout).log_prob, after, rtol=0, atol=0)
-    assert all(parameter.requires_grad for _, parameter in given.trainable_parameters())
+        torch.testing.assert_close(actor.log_probs(rollout).log_prob, before, rtol=0, atol=0)
+    torch.testing.assert_close(actor.log_probs(rollout).log_prob, after, rtol=0, atol=0)
+    assert all(parameter.requires_grad for _, parameter in actor.trainable_parameters())
 
 
 def test_lora_starts_at_the_model_and_depends_on_its_seed_alone() -> None:
@@ -197,13 +197,13 @@ def test_lora_places_are_checked() -> None:
 @pytest.mark.parametrize("lora", [None, LORA])
 def test_what_it_saves_the_libraries_load(tmp_path, lora) -> None:
     base, saved = save_tiny_language_model(tmp_path / "base"), tmp_path / "saved"
-    given = CausalLMPolicy.from_pretrained(base, lora=lora)
-    rollout = rollout_of(given)
-    perturb(given)
-    given.save(saved)
+    actor = CausalLMPolicy.from_pretrained(base, lora=lora)
+    rollout = rollout_of(actor)
+    perturb(actor)
+    actor.save(saved)
     ids = torch.arange(5, 25)[None]
     with torch.no_grad():
-        expected = given.model(ids).logits
+        expected = actor.model(ids).logits
         if lora is None:
             theirs = AutoModelForCausalLM.from_pretrained(saved)
         else:
@@ -213,19 +213,19 @@ def test_what_it_saves_the_libraries_load(tmp_path, lora) -> None:
         again = CausalLMPolicy.from_pretrained(base, lora=replace(lora, seed=9) if lora else None)
         start = again.log_probs(rollout).log_prob
         again.load(saved)
-        wanted = given.log_probs(rollout).log_prob
-        torch.testing.assert_close(again.log_probs(rollout).log_prob, wanted, rtol=0, atol=1e-6)
+        expected_log_prob = actor.log_probs(rollout).log_prob
+        torch.testing.assert_close(again.log_probs(rollout).log_prob, expected_log_prob, rtol=0, atol=1e-6)
         with again.reference():
             torch.testing.assert_close(again.log_probs(rollout).log_prob, start, rtol=0, atol=1e-6)
 
 
 @torch.no_grad()
 def test_training_continues_from_a_lora_which_is_then_the_reference(tmp_path) -> None:
-    given = policy(lora=LORA)
-    rollout = rollout_of(given)
-    perturb(given)
-    given.save(tmp_path / "run" / "lora")
-    expected = given.log_probs(rollout).log_prob
+    actor = policy(lora=LORA)
+    rollout = rollout_of(actor)
+    perturb(actor)
+    actor.save(tmp_path / "run" / "lora")
+    expected = actor.log_probs(rollout).log_prob
     again = policy(lora_path=tmp_path / "run")
     assert again.lora is not None and (again.lora.rank, again.lora.alpha) == (LORA.rank, LORA.alpha)
     torch.testing.assert_close(again.log_probs(rollout).log_prob, expected, rtol=0, atol=1e-6)
@@ -278,40 +278,40 @@ def test_other_architectures(build, head) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         model = build()
-    given = policy(model)
-    found = given._network.head
-    assert (found and (found.scale, found.soft_cap)) == head
-    rollout = rollout_of(given)
-    output = given.log_probs(rollout)
+    actor = policy(model)
+    network_head = actor._network.head
+    assert (network_head and (network_head.scale, network_head.soft_cap)) == head
+    rollout = rollout_of(actor)
+    output = actor.log_probs(rollout)
     torch.testing.assert_close(output.log_prob, rollout.log_prob, rtol=0, atol=1e-4)
     torch.testing.assert_close(output.entropy, rollout.entropy, rtol=0, atol=1e-4)
-    expected = gradients(given, naive(given, rollout))
-    place = torch.arange(1, rollout.loss_mask.shape[1] + 1)
-    ours = gradients(given, (given.log_probs(rollout, distribution="full").log_prob * place).sum())
+    expected = gradients(actor, naive(actor, rollout))
+    coefficients = torch.arange(1, rollout.loss_mask.shape[1] + 1)
+    ours = gradients(actor, (actor.log_probs(rollout, distribution="full").log_prob * coefficients).sum())
     for mine, theirs in zip(ours, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=2e-3, atol=2e-3 * max(1, theirs.abs().max().item()))
 
 
 def test_sixteen_bit_weights_give_float32_log_probs() -> None:
-    given = policy(tiny_model(tie_word_embeddings=False).bfloat16(), lora=LORA)
-    rollout = rollout_of(given)
-    assert given._network.head is not None
-    found = given.log_probs(rollout).log_prob
-    assert found.dtype == torch.float32 and all(
-        parameter.dtype == torch.float32 for _, parameter in given.trainable_parameters()
+    actor = policy(tiny_model(tie_word_embeddings=False).bfloat16(), lora=LORA)
+    rollout = rollout_of(actor)
+    assert actor._network.head is not None
+    log_prob = actor.log_probs(rollout).log_prob
+    assert log_prob.dtype == torch.float32 and all(
+        parameter.dtype == torch.float32 for _, parameter in actor.trainable_parameters()
     )
-    assert (found - rollout.log_prob).abs().mean() < 0.03
-    under = policy(autocast=torch.bfloat16)
-    rollout = rollout_of(under)
-    assert (under.log_probs(rollout).log_prob - rollout.log_prob).abs().mean() < 0.03
+    assert (log_prob - rollout.log_prob).abs().mean() < 0.03
+    mixed = policy(autocast=torch.bfloat16)
+    rollout = rollout_of(mixed)
+    assert (mixed.log_probs(rollout).log_prob - rollout.log_prob).abs().mean() < 0.03
 
 
 def test_a_truncated_rollout_without_its_sets_is_refused() -> None:
-    given = policy()
-    rollout = replace(rollout_of(given), kept=None)
+    actor = policy()
+    rollout = replace(rollout_of(actor), kept=None)
     with pytest.raises(UserError, match="holds no token sets"):
-        given.log_probs(rollout)
-    given.log_probs(rollout, distribution="full")
+        actor.log_probs(rollout)
+    actor.log_probs(rollout, distribution="full")
 
 
 def test_what_is_no_language_model_is_refused(tmp_path) -> None:

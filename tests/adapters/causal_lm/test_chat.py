@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts to tokens: plain text, chat templates, and what is said of prompts that cannot be used."""
+"""Prompts to tokens: plain text, chat templates, and messages about prompts that cannot be used."""
 
 from typing import Any
 
@@ -18,40 +18,40 @@ def encoder(template: Any = TEMPLATE, **options) -> PromptEncoder:
 
 
 def test_plain_text_stays_as_it_is() -> None:
-    given = encoder()
-    assert given.tokenizer.decode(given.encode(["a b", "hi"])[0]) == "a b"
-    assert encoder(None).encode(["hi"]) == given.encode(["hi"])
+    prompt_encoder = encoder()
+    assert prompt_encoder.tokenizer.decode(prompt_encoder.encode(["a b", "hi"])[0]) == "a b"
+    assert encoder(None).encode(["hi"]) == prompt_encoder.encode(["hi"])
 
 
 def test_conversations_go_through_the_template_with_its_special_tokens() -> None:
-    given = encoder()
-    ids = given.encode([[USER]])[0]
-    assert given.tokenizer.convert_ids_to_tokens(ids) == ["<user>", "h", "i", "<end>", "<assistant>"]
-    assert given.render([USER, {"role": "assistant", "content": "so"}]) == "<user>hi<end><assistant>so"
+    prompt_encoder = encoder()
+    ids = prompt_encoder.encode([[USER]])[0]
+    assert prompt_encoder.tokenizer.convert_ids_to_tokens(ids) == ["<user>", "h", "i", "<end>", "<assistant>"]
+    assert prompt_encoder.render([USER, {"role": "assistant", "content": "so"}]) == "<user>hi<end><assistant>so"
     assert encoder(plain_as_chat=True).encode(["hi"]) == [ids]
 
 
 def test_a_start_token_is_not_doubled() -> None:
-    given = encoder()
-    backend: Any = given.tokenizer
+    prompt_encoder = encoder()
+    backend: Any = prompt_encoder.tokenizer
     backend.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<system> $A", special_tokens=[("<system>", 4)]
     )
-    assert given.tokenizer.convert_ids_to_tokens(given.encode(["hi"])[0]) == ["<system>", "h", "i"]
-    assert given.tokenizer.convert_ids_to_tokens(given.encode([[USER]])[0])[0] == "<user>"
+    assert prompt_encoder.tokenizer.convert_ids_to_tokens(prompt_encoder.encode(["hi"])[0]) == ["<system>", "h", "i"]
+    assert prompt_encoder.tokenizer.convert_ids_to_tokens(prompt_encoder.encode([[USER]])[0])[0] == "<user>"
 
 
 def test_a_system_message_is_put_before_those_that_have_none() -> None:
-    given = encoder(system="be", plain_as_chat=True)
-    assert given.render("hi") == "<system>be<end><user>hi<end><assistant>"
+    prompt_encoder = encoder(system="be", plain_as_chat=True)
+    assert prompt_encoder.render("hi") == "<system>be<end><user>hi<end><assistant>"
     own = [{"role": "system", "content": "mine"}, USER]
-    assert given.render(own) == "<system>mine<end><user>hi<end><assistant>"
+    assert prompt_encoder.render(own) == "<system>mine<end><user>hi<end><assistant>"
 
 
 def test_templates_by_name_by_text_and_with_options() -> None:
-    named = {"default": "{{ messages[0].content }}", "loud": "{{ messages[0].content }}{{ mark }}"}
-    assert encoder(named).render([USER]) == "hi"
-    assert encoder(named, chat_template="loud", template_options={"mark": "!"}).render([USER]) == "hi!"
+    templates = {"default": "{{ messages[0].content }}", "loud": "{{ messages[0].content }}{{ mark }}"}
+    assert encoder(templates).render([USER]) == "hi"
+    assert encoder(templates, chat_template="loud", template_options={"mark": "!"}).render([USER]) == "hi!"
     assert encoder(None, chat_template="{{ messages[0].role }}").render([USER]) == "user"
 
 

@@ -21,7 +21,7 @@ from visalign.text import StoppingCriteria
 def test_a_demonstration_has_the_log_prob_of_the_models_own_forward():
     policy = toy_policy()
     rollout = demonstration_rollout(policy, ["b c", "g"], ["zz", "abc"])
-    found = policy.log_probs(rollout)
+    output = policy.log_probs(rollout)
     for row, (prompt, completion) in enumerate((("b c", "zz"), ("g", "abc"))):
         before = policy.tokenizer(prompt)["input_ids"]
         after = [*policy.tokenizer(completion, add_special_tokens=False)["input_ids"], 1]
@@ -29,7 +29,7 @@ def test_a_demonstration_has_the_log_prob_of_the_models_own_forward():
             logits = policy.model(torch.tensor([before + after])).logits[0]
         log_prob = logits.log_softmax(-1)[len(before) - 1 : -1]
         expected = log_prob[torch.arange(len(after)), torch.tensor(after)]
-        assert found.log_prob[row, : len(after)].tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+        assert output.log_prob[row, : len(after)].tolist() == pytest.approx(expected.tolist(), abs=1e-5)
         assert rollout.loss_mask[row].sum() == len(after)
     assert rollout.stop_reason == ["eos", "eos"]
 
@@ -57,11 +57,11 @@ def test_what_a_tool_wrote_is_read_and_not_learnt():
     assert policy.tokenizer.decode(rollout.completion_ids[0, :8]) == record["completion"]
     (length,) = demonstration_lengths(policy, [record])
     assert length == 1 + 9
-    found = policy.log_probs(rollout).log_prob[0]
-    assert found[4:6].tolist() == [0.0, 0.0] and bool((found[[0, 1, 2, 3, 6, 7, 8]] < 0).all())
-    found.sum().backward()
+    log_prob = policy.log_probs(rollout).log_prob[0]
+    assert log_prob[4:6].tolist() == [0.0, 0.0] and bool((log_prob[[0, 1, 2, 3, 6, 7, 8]] < 0).all())
+    log_prob.sum().backward()
     plain = demonstration_rollout(policy, ["g"], [record["completion"]])
-    assert policy.log_probs(plain).log_prob[0, 6].item() == pytest.approx(found[6].item(), abs=1e-6)
+    assert policy.log_probs(plain).log_prob[0, 6].item() == pytest.approx(log_prob[6].item(), abs=1e-6)
 
 
 def test_of_pairs_and_votes_too_what_a_tool_wrote_is_not_learnt():
@@ -90,13 +90,13 @@ def test_the_features_of_log_z_are_the_mean_hidden_state_of_the_prompt():
     policy = toy_policy()
     rollout = policy.generate(["b c", "g", "b c"], seeds=0, stopping=StoppingCriteria(max_new_tokens=3))
     partition = PromptLogPartition(policy)
-    found = partition.features(rollout)
+    features = partition.features(rollout)
     for row, prompt in enumerate(("b c", "g", "b c")):
         ids = torch.tensor([policy.tokenizer(prompt)["input_ids"]])
         with torch.no_grad():
             hidden = policy.model(ids, output_hidden_states=True).hidden_states[-1][0]
-        assert torch.allclose(found[row], hidden.mean(0), atol=1e-5)
-    assert not found.requires_grad and torch.equal(found[0], found[2])
+        assert torch.allclose(features[row], hidden.mean(0), atol=1e-5)
+    assert not features.requires_grad and torch.equal(features[0], features[2])
 
 
 def test_log_z_starts_at_zero_and_its_gradient_stays_in_the_head():

@@ -38,14 +38,14 @@ def sampled(shared, sampling=SAMPLINGS[0], stopping=EVERY, prompts=PROMPTS, **op
 def test_log_probs_equal_a_recomputation(shared, sampling) -> None:
     rollout = sampled(shared, sampling)
     assert rollout.log_prob.dtype == torch.float32 and len(rollout) == 15
-    found = shared.log_probs(rollout)
-    torch.testing.assert_close(found.log_prob, rollout.log_prob, rtol=0, atol=1e-4)
-    torch.testing.assert_close(found.entropy, rollout.entropy, rtol=0, atol=1e-4)
+    output = shared.log_probs(rollout)
+    torch.testing.assert_close(output.log_prob, rollout.log_prob, rtol=0, atol=1e-4)
+    torch.testing.assert_close(output.entropy, rollout.entropy, rtol=0, atol=1e-4)
     full = shared.log_probs(rollout, distribution="full").log_prob
     torch.testing.assert_close(full, rollout.full_log_prob, rtol=0, atol=1e-4)
     if sampling.truncates:
         assert (rollout.log_prob - rollout.full_log_prob)[rollout.loss_mask > 0].max() > 0.05
-    assert (rollout.log_prob[rollout.loss_mask == 0] == 0).all() and found.value is None
+    assert (rollout.log_prob[rollout.loss_mask == 0] == 0).all() and output.value is None
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS[:3])
@@ -82,12 +82,12 @@ def test_a_sample_does_not_depend_on_its_batch(shared) -> None:
     seeds, own = draw_seeds(4, 15), shared.generate_batch
     shared.generate_batch = 4
     try:
-        alone = sampled(shared, sampling, stopping, PROMPTS[1:3], seeds=seeds[3:9])
+        subset = sampled(shared, sampling, stopping, PROMPTS[1:3], seeds=seeds[3:9])
     finally:
         shared.generate_batch = own
-    width = alone.loss_mask.shape[1]
-    assert alone.text == all_at_once.text[3:9] and alone.stop_reason == all_at_once.stop_reason[3:9]
-    torch.testing.assert_close(alone.log_prob, all_at_once.log_prob[3:9, :width], rtol=0, atol=1e-5)
+    width = subset.loss_mask.shape[1]
+    assert subset.text == all_at_once.text[3:9] and subset.stop_reason == all_at_once.stop_reason[3:9]
+    torch.testing.assert_close(subset.log_prob, all_at_once.log_prob[3:9, :width], rtol=0, atol=1e-5)
     assert all_at_once.seed == seeds and len(set(all_at_once.text)) > 7
 
 
@@ -121,15 +121,15 @@ def test_seeds_groups_and_prompts_stand_in_order(shared) -> None:
 
 
 def test_equal_prompts_are_read_once_and_ended_completions_leave(monkeypatch) -> None:
-    given = policy()
-    sizes, features = [], given._network.features
+    actor = policy()
+    sizes, features = [], actor._network.features
 
     def counted(ids, mask, **options):
         sizes.append(tuple(ids.shape))
         return features(ids, mask, **options)
 
-    monkeypatch.setattr(given._network, "features", counted)
-    rollout = sampled(given, num_generations=8)
+    monkeypatch.setattr(actor._network, "features", counted)
+    rollout = sampled(actor, num_generations=8)
     assert sizes[0][0] == 4, "five prompts, two of them equal"
     growing = [(rollout.loss_mask.sum(1) > step).sum().item() for step in range(1, len(sizes))]
     assert all(rows >= alive for (rows, _), alive in zip(sizes[1:], growing, strict=True))
@@ -140,25 +140,25 @@ def test_equal_prompts_are_read_once_and_ended_completions_leave(monkeypatch) ->
 def test_completions_end_where_the_context_does(shared) -> None:
     rollout = sampled(shared, prompts=["b" * 60, "b"], stopping=StoppingCriteria(max_new_tokens=9, eos_ids=()))
     assert rollout.loss_mask.sum(1).tolist() == [4, 4, 4, 9, 9, 9] and set(rollout.stop_reason) == {"length"}
-    found = shared.log_probs(rollout).log_prob
-    torch.testing.assert_close(found, rollout.log_prob, rtol=0, atol=1e-4)
+    log_prob = shared.log_probs(rollout).log_prob
+    torch.testing.assert_close(log_prob, rollout.log_prob, rtol=0, atol=1e-4)
 
 
 def test_prompts_that_are_too_long(shared) -> None:
     with pytest.raises(UserError, match=r"Prompt 1 has 64 tokens, and at most 63 .*context is 64\); 1 of 2"):
         sampled(shared, prompts=["b", "b" * 64])
-    given = policy(max_prompt_tokens=5, long_prompts="mask")
-    rollout = sampled(given, Sampling(top_p=0.9), prompts=["abcdef", "abc"])
+    actor = policy(max_prompt_tokens=5, long_prompts="mask")
+    rollout = sampled(actor, Sampling(top_p=0.9), prompts=["abcdef", "abc"])
     assert rollout.stop_reason[:3] == ["prompt too long"] * 3 and "prompt too long" not in rollout.stop_reason[3:]
     assert rollout.loss_mask[:3].sum() == 0 and rollout.text[:3] == [""] * 3
     assert rollout.generated.tolist() == [False] * 3 + [True] * 3
-    found = given.log_probs(rollout).log_prob
-    torch.testing.assert_close(found, rollout.log_prob, rtol=0, atol=1e-4)
-    dead = given.log_probs(rollout, slice(0, 3))
+    log_prob = actor.log_probs(rollout).log_prob
+    torch.testing.assert_close(log_prob, rollout.log_prob, rtol=0, atol=1e-4)
+    dead = actor.log_probs(rollout, slice(0, 3))
     (dead.log_prob + dead.entropy).sum().backward()
     with torch.no_grad():
-        assert given.log_probs(rollout, slice(0, 3)).log_prob.abs().max() == 0
-    nothing = sampled(given, prompts=["abcdef"])
+        assert actor.log_probs(rollout, slice(0, 3)).log_prob.abs().max() == 0
+    nothing = sampled(actor, prompts=["abcdef"])
     assert nothing.loss_mask.shape == (3, 1) and nothing.loss_mask.sum() == 0
 
 
@@ -190,8 +190,8 @@ def test_a_tokenizer_without_pad_or_eos() -> None:
 
 
 def test_broken_weights_are_named() -> None:
-    given = policy()
+    actor = policy()
     with torch.no_grad():
-        given.trainable_parameters()[0][1].fill_(float("nan"))
+        actor.trainable_parameters()[0][1].fill_(float("nan"))
     with pytest.raises(ValueError, match="logits of row 0 are NaN or all −∞"):
-        sampled(given)
+        sampled(actor)

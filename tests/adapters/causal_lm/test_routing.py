@@ -55,7 +55,7 @@ def _rollout(policy: CausalLMPolicy) -> TextRollout:
 
 
 def _move_routers(policy: CausalLMPolicy) -> None:
-    """So far that tokens go elsewhere."""
+    """Far enough that tokens go to other experts."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, weight in policy.model.named_parameters():
@@ -78,8 +78,8 @@ def test_tokens_go_where_they_went(family: str) -> None:
     assert elsewhere is not None and routed.routes is not None and again is not None
     assert not torch.equal(elsewhere, routed.routes)
     assert torch.equal(again, elsewhere), "asked anew, they go where the router sends them"
-    alone = policy.log_probs(routed, torch.tensor([4, 1])).log_prob
-    assert torch.allclose(alone, replayed[[4, 1]], atol=1e-5), "whoever else is in the batch"
+    subset = policy.log_probs(routed, torch.tensor([4, 1])).log_prob
+    assert torch.allclose(subset, replayed[[4, 1]], atol=1e-5), "whoever else is in the batch"
 
 
 def test_routes_are_laid_out_like_prompt_and_completion() -> None:
@@ -102,17 +102,17 @@ def _gradient(policy: CausalLMPolicy, rollout: TextRollout) -> dict[str, Tensor]
 def test_the_router_learns_through_the_weights_of_the_experts_that_are_given() -> None:
     policy, again = _policy(), _policy(gradient_checkpointing=True)
     routed = policy.with_routes(_rollout(policy))
-    for each in (policy, again):
-        _move_routers(each)
-    found, recomputed = _gradient(policy, routed), _gradient(again, routed)
-    assert float(found["model.layers.0.mlp.gate.weight"].abs().max()) > 1e-4
-    for name, gradient in found.items():
+    for mixture in (policy, again):
+        _move_routers(mixture)
+    gradients, recomputed = _gradient(policy, routed), _gradient(again, routed)
+    assert float(gradients["model.layers.0.mlp.gate.weight"].abs().max()) > 1e-4
+    for name, gradient in gradients.items():
         assert torch.allclose(recomputed[name], gradient, atol=1e-6), name
     free = _gradient(again, replace(routed, routes=None))
-    assert not torch.allclose(free["model.layers.1.mlp.gate.weight"], found["model.layers.1.mlp.gate.weight"])
-    with torch.no_grad():  # what was given for the backward is not for a pass without gradient
-        asked = again.with_routes(routed).routes
-    assert torch.equal(asked, policy.with_routes(routed).routes)  # type: ignore[arg-type]
+    assert not torch.allclose(free["model.layers.1.mlp.gate.weight"], gradients["model.layers.1.mlp.gate.weight"])
+    with torch.no_grad():  # routes kept for the backward are not used without gradient
+        routes = again.with_routes(routed).routes
+    assert torch.equal(routes, policy.with_routes(routed).routes)  # type: ignore[arg-type]
 
 
 def test_dense_models_and_demonstrations_are_refused(tmp_path: Path) -> None:
@@ -122,26 +122,26 @@ def test_dense_models_and_demonstrations_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"layers with a module `experts`, and Qwen3ForCausalLM has none"):
         toy_text_trainer(tmp_path, rollout={"routing_replay": True})  # before anything is written or measured
     mixture = _policy()
-    given = DemonstrationBatches(mixture, DEMONSTRATIONS, size=2, seed=0)
+    batches = DemonstrationBatches(mixture, DEMONSTRATIONS, size=2, seed=0)
     replay: dict[str, Any] = {"rollout": {"routing_replay": True}, "policy": mixture}
     with pytest.raises(UserError, match=r"routing_replay goes without demonstrations \(ptx\)"):
-        toy_text_trainer(tmp_path, **replay, demonstrations=given, objective={"changes": {"ptx": 0.1}})
+        toy_text_trainer(tmp_path, **replay, demonstrations=batches, objective={"changes": {"ptx": 0.1}})
 
 
 @pytest.mark.parametrize("on", [False, True])
 def test_updates_replay_the_routes_of_their_rollout_and_the_reference_has_its_own(tmp_path: Path, on: bool) -> None:
-    policy, seen = _policy(), list[tuple[bool, bool]]()
+    policy, calls = _policy(), list[tuple[bool, bool]]()
     scored = policy.log_probs
 
     def watched(rollout: TextRollout, rows: Any = None, **options: Any) -> Any:
-        seen.append((torch.is_grad_enabled(), rollout.routes is not None))
+        calls.append((torch.is_grad_enabled(), rollout.routes is not None))
         return scored(rollout, rows, **options)
 
     policy.log_probs = watched  # type: ignore[method-assign]
     settings = {"run": {"iterations": 2}, "objective": {"changes": {"kl": 0.04}}}
     trainer = toy_text_trainer(tmp_path, policy=policy, rollout={"routing_replay": on}, **settings)
     trainer.train()
-    assert set(seen) == {(True, on), (False, False)}
+    assert set(calls) == {(True, on), (False, False)}
 
 
 def test_a_model_of_its_own_does_not_follow_the_policys_routes() -> None:

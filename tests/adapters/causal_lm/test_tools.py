@@ -47,29 +47,29 @@ def drawn(policy, use: ToolUse | None = None, **options) -> TextRollout:
 
 @pytest.mark.parametrize("sampling", [Sampling(), TOPPED, Sampling(temperature=0)])
 def test_an_answer_stands_behind_its_call_and_was_not_drawn(policy, sampling) -> None:
-    found, plain = drawn(policy, use(), sampling=sampling), drawn(policy, sampling=sampling)
-    assert found.tools is not None and max(trace.calls for trace in found.tools) == 2 - 2 * sampling.greedy
-    for row, (text, without) in enumerate(zip(found.text, plain.text, strict=True)):
-        calls = found.tools[row].calls
+    rollout, plain = drawn(policy, use(), sampling=sampling), drawn(policy, sampling=sampling)
+    assert rollout.tools is not None and max(trace.calls for trace in rollout.tools) == 2 - 2 * sampling.greedy
+    for row, (text, without) in enumerate(zip(rollout.text, plain.text, strict=True)):
+        calls = rollout.tools[row].calls
         assert text.split("5")[0] == without.split("5")[0], "until it calls, it is what it was"
         answers = [int(n) for n in re.findall(r"5<(\d+)>", text)]
         assert len(answers) in (calls, calls - 1), "the last may be cut by the length"
         assert answers == [text[: m.start()].count("q") for m in re.finditer(r"5<\d+>", text)]
-        answered = found.loss_mask[row] == 0
-        assert calls or not answered[: int(found.loss_mask[row].sum())].any()
-        assert (found.log_prob[row][answered] == 0).all() and found.loss_mask.shape[1] <= 30
+        answered = rollout.loss_mask[row] == 0
+        assert calls or not answered[: int(rollout.loss_mask[row].sum())].any()
+        assert (rollout.log_prob[row][answered] == 0).all() and rollout.loss_mask.shape[1] <= 30
     if not sampling.greedy:
-        again = policy.log_probs(found)
-        torch.testing.assert_close(again.log_prob, found.log_prob, rtol=0, atol=1e-4)
-        torch.testing.assert_close(again.entropy, found.entropy, rtol=0, atol=1e-4)
+        again = policy.log_probs(rollout)
+        torch.testing.assert_close(again.log_prob, rollout.log_prob, rtol=0, atol=1e-4)
+        torch.testing.assert_close(again.entropy, rollout.entropy, rtol=0, atol=1e-4)
 
 
 def test_a_sample_does_not_depend_on_its_batch(policy) -> None:
-    whole = drawn(policy, use())
+    large = drawn(policy, use())
     small = drawn(CausalLMPolicy(tiny_model(), tiny_tokenizer(), generate_batch=2), use())
-    assert whole.text == small.text and whole.tools == small.tools
-    one = ToolPolicy(policy, tiny_tokenizer(), use()).generate(PROMPTS[1:2], seeds=[whole.seed[9]], stopping=STOPPING)
-    assert one.text == [whole.text[9]]
+    assert large.text == small.text and large.tools == small.tools
+    one = ToolPolicy(policy, tiny_tokenizer(), use()).generate(PROMPTS[1:2], seeds=[large.seed[9]], stopping=STOPPING)
+    assert one.text == [large.text[9]]
 
 
 def test_tools_that_fail_leave_a_completion_that_is_not_judged(policy) -> None:
@@ -81,72 +81,72 @@ def test_tools_that_fail_leave_a_completion_that_is_not_judged(policy) -> None:
         (lambda text: Event().wait(), r"tool gave no answer in 0\.01 s"),
         (lambda text: 3, r"tool answered a int, needed is a text or None"),
     ):
-        found = drawn(policy, use(tool, seconds=0.01 if "0.01" in why.replace("\\", "") else 100))
-        assert found.tools is not None
-        failed = [trace.failed is not None for trace in found.tools]
-        assert any(failed) and not all(failed) and found.generated.tolist() == [not one for one in failed]
-        assert all(re.fullmatch(why, trace.failed) for trace in found.tools if trace.failed)
-        valid = found.trajectories(torch.zeros(24)).valid
-        assert valid is not None and valid.tolist() == found.generated.tolist()
+        rollout = drawn(policy, use(tool, seconds=0.01 if "0.01" in why.replace("\\", "") else 100))
+        assert rollout.tools is not None
+        failed = [trace.failed is not None for trace in rollout.tools]
+        assert any(failed) and not all(failed) and rollout.generated.tolist() == [not failure for failure in failed]
+        assert all(re.fullmatch(why, trace.failed) for trace in rollout.tools if trace.failed)
+        valid = rollout.trajectories(torch.zeros(24)).valid
+        assert valid is not None and valid.tolist() == rollout.generated.tolist()
 
 
 def test_answers_are_cut_and_their_special_tokens_are_text(policy) -> None:
-    found = drawn(policy, use(lambda text: "x" * 100_000, max_answer_tokens=5, max_calls=2))
-    assert found.tools is not None and {trace.cut == trace.calls for trace in found.tools} == {True}
-    assert "5xxxxx" in "".join(found.text) and "xxxxxxxxxx" not in "".join(found.text)
+    rollout = drawn(policy, use(lambda text: "x" * 100_000, max_answer_tokens=5, max_calls=2))
+    assert rollout.tools is not None and {trace.cut == trace.calls for trace in rollout.tools} == {True}
+    assert "5xxxxx" in "".join(rollout.text) and "xxxxxxxxxx" not in "".join(rollout.text)
     end = tiny_tokenizer().eos_token
-    found = drawn(policy, use(lambda text: f"{end}!"))
-    called = [n for n, trace in enumerate(found.tools or ()) if trace.calls]
+    rollout = drawn(policy, use(lambda text: f"{end}!"))
+    called = [n for n, trace in enumerate(rollout.tools or ()) if trace.calls]
     own = tiny_tokenizer().eos_token_id
-    answers = found.completion_ids[called][found.loss_mask[called] == 0]
-    padding = found.completion_ids[0, -1]
+    answers = rollout.completion_ids[called][rollout.loss_mask[called] == 0]
+    padding = rollout.completion_ids[0, -1]
     assert called and not ((answers == own) & (answers != padding)).any()
     none = drawn(policy, use(lambda text: None))
     assert none.text == drawn(policy).text and none.tools is not None and none.tools[0].calls == 0
 
 
 def test_what_a_tool_wrote_is_told_apart(policy) -> None:
-    found = drawn(policy, use(lambda text: "x" * 9))
+    rollout = drawn(policy, use(lambda text: "x" * 9))
     judge = load_text_reward("exact_answer", extract="pattern", pattern="(x{9})")
-    assert "x" * 9 in "".join(found.text)
-    assert judge.score(found.text, found.prompt, [{"answer": "x" * 9}] * len(found)).value.sum() == 0
-    assert list(map(policy_text, found.text)) == [text.replace("x" * 9, "") for text in found.text]
+    assert "x" * 9 in "".join(rollout.text)
+    assert judge.score(rollout.text, rollout.prompt, [{"answer": "x" * 9}] * len(rollout)).value.sum() == 0
+    assert list(map(policy_text, rollout.text)) == [text.replace("x" * 9, "") for text in rollout.text]
 
 
 def test_a_call_stands_between_open_and_close(policy) -> None:
-    asked: list[str] = []
-    found = drawn(policy, use(lambda text: asked.append(text) or "", open="a", max_calls=8), num_generations=24)
-    assert asked and not any("a" in text or "5" in text for text in asked)
-    assert any(re.search("a[^a]*5[^a]*5", text) for text in found.text), "a second close without an open"
+    calls: list[str] = []
+    rollout = drawn(policy, use(lambda text: calls.append(text) or "", open="a", max_calls=8), num_generations=24)
+    assert calls and not any("a" in text or "5" in text for text in calls)
+    assert any(re.search("a[^a]*5[^a]*5", text) for text in rollout.text), "a second close without an open"
 
 
 @pytest.mark.parametrize("end", ["5!", "5"])
 def test_what_is_no_call_hides_no_stop_string(policy, end) -> None:
     stopping = replace(STOPPING, strings=(end,))
-    found, plain = drawn(policy, use(lambda text: None), stopping=stopping), drawn(policy, stopping=stopping)
-    assert found.text == plain.text and found.stop_reason == plain.stop_reason
-    assert any(text.endswith(end) and text.count("5") for text in found.text)
+    rollout, plain = drawn(policy, use(lambda text: None), stopping=stopping), drawn(policy, stopping=stopping)
+    assert rollout.text == plain.text and rollout.stop_reason == plain.stop_reason
+    assert any(text.endswith(end) and text.count("5") for text in rollout.text)
 
 
 def test_a_completion_ends_where_the_context_ends_behind_an_answer() -> None:
     model = tiny_model()
     model.config.max_position_embeddings = 20
-    found = drawn(CausalLMPolicy(model, tiny_tokenizer()), use(lambda text: "x" * 9))
-    assert found.tools is not None and any(trace.calls for trace in found.tools)
-    place = torch.arange(1, found.loss_mask.shape[1] + 1)
-    drawn_to = (place * (found.loss_mask != 0)).amax(1) + found.prompt_mask.sum(1)
+    rollout = drawn(CausalLMPolicy(model, tiny_tokenizer()), use(lambda text: "x" * 9))
+    assert rollout.tools is not None and any(trace.calls for trace in rollout.tools)
+    positions = torch.arange(1, rollout.loss_mask.shape[1] + 1)
+    drawn_to = (positions * (rollout.loss_mask != 0)).amax(1) + rollout.prompt_mask.sum(1)
     assert int(drawn_to.max()) == 20
 
 
 def test_steps_are_told_where_an_answer_is_the_end(policy) -> None:
-    found = drawn(policy, use(lambda text: "xxxxxxxxx\nx"))
-    assert found.tools is not None and any(text.endswith("5xxxxx") for text in found.text)
-    step = step_index(found, tiny_tokenizer(), StepReading())
-    assert ((step >= 0) == (found.loss_mask != 0)).all()
-    for row, text in enumerate(found.text):
+    rollout = drawn(policy, use(lambda text: "xxxxxxxxx\nx"))
+    assert rollout.tools is not None and any(text.endswith("5xxxxx") for text in rollout.text)
+    step = step_index(rollout, tiny_tokenizer(), StepReading())
+    assert ((step >= 0) == (rollout.loss_mask != 0)).all()
+    for row, text in enumerate(rollout.text):
         assert int(step[row].max()) + 1 <= len(StepReading().spans(text))
     with pytest.raises(UserError, match=r"tokenizer reads the tokens of completion 0, .* otherwise"):
-        step_index(replace(found, text=["?"] * 24), tiny_tokenizer(), StepReading())
+        step_index(replace(rollout, text=["?"] * 24), tiny_tokenizer(), StepReading())
 
 
 def test_half_a_character_in_an_answer_is_a_question_mark(policy) -> None:
@@ -157,18 +157,18 @@ def test_a_server_goes_on_from_the_answers_too(policy) -> None:
     with serving(CausalLMPolicy(tiny_model(), tiny_tokenizer())) as server:
         engine = ServerGenerator(policy, server.url, "tiny", logprobs_mode="processed_logprobs")
         server.mode = "processed_logprobs"
-        found = drawn(engine, use())
-        assert found.tools is not None and max(trace.calls for trace in found.tools) == 2
+        rollout = drawn(engine, use())
+        assert rollout.tools is not None and max(trace.calls for trace in rollout.tools) == 2
         seeds = [body["seed"] for body in server.completions]
         assert len(set(seeds)) == len(seeds) > 24, "turns are drawn by numbers of their own"
-        torch.testing.assert_close(policy.log_probs(found).log_prob, found.log_prob, rtol=0, atol=1e-4)
-        assert all(re.search(r"5<\d+>", text) for text, t in zip(found.text, found.tools, strict=True) if t.calls)
+        torch.testing.assert_close(policy.log_probs(rollout).log_prob, rollout.log_prob, rtol=0, atol=1e-4)
+        assert all(re.search(r"5<\d+>", text) for text, t in zip(rollout.text, rollout.tools, strict=True) if t.calls)
 
 
 def test_equal_calls_are_asked_once() -> None:
-    asked: list[str] = []
-    found = ask_all(use(lambda text: asked.append(text) or text.upper()), ["a", "b", "a", *map(str, range(99))])
-    assert len(asked) == 101 and found["a"] == "A" and found["98"] == "98"
+    calls: list[str] = []
+    answers = ask_all(use(lambda text: calls.append(text) or text.upper()), ["a", "b", "a", *map(str, range(99))])
+    assert len(calls) == 101 and answers["a"] == "A" and answers["98"] == "98"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Value heads: what state a value belongs to, where its gradient goes, what is saved."""
+"""Value heads: which state a value belongs to, where its gradient goes, what is saved."""
 
 from dataclasses import replace
 
@@ -21,8 +21,8 @@ def shared(**options) -> CausalLMPolicy:
     return CausalLMPolicy(tiny_model(), tiny_tokenizer(), value_head=ValueHead(32), **options)
 
 
-def completions(given: CausalLMPolicy):
-    return given.generate(PROMPTS, seeds=1, num_generations=2, stopping=StoppingCriteria(max_new_tokens=8))
+def completions(policy: CausalLMPolicy):
+    return policy.generate(PROMPTS, seeds=1, num_generations=2, stopping=StoppingCriteria(max_new_tokens=8))
 
 
 def turn(head: ValueHead) -> None:
@@ -32,56 +32,56 @@ def turn(head: ValueHead) -> None:
 
 
 def test_values_start_at_zero() -> None:
-    given = shared()
-    rollout = completions(given)
+    policy = shared()
+    rollout = completions(policy)
     with torch.no_grad():
-        value = given.log_probs(rollout).value
+        value = policy.log_probs(rollout).value
     assert value is not None and value.shape == rollout.loss_mask.shape and value.abs().max() == 0
 
 
 @torch.no_grad()
 def test_a_value_is_of_the_state_before_its_token() -> None:
-    given = shared()
-    assert given.value_head is not None
-    turn(given.value_head)
-    rollout = completions(given)
-    value = given.log_probs(rollout).value
+    policy = shared()
+    assert policy.value_head is not None
+    turn(policy.value_head)
+    rollout = completions(policy)
+    value = policy.log_probs(rollout).value
     assert value is not None
     for row in range(6):
         prompt = rollout.prompt_ids[row, rollout.prompt_mask[row] > 0]
         completion = rollout.completion_ids[row, rollout.loss_mask[row] > 0]
-        for place in range(len(completion)):
-            state = torch.cat((prompt, completion[:place]))[None]
-            hidden = given.model.base_model(state).last_hidden_state[0, -1]
+        for position in range(len(completion)):
+            state = torch.cat((prompt, completion[:position]))[None]
+            hidden = policy.model.base_model(state).last_hidden_state[0, -1]
             expected = (hidden * torch.linspace(-1, 1, 32)).sum() + 0.25
-            assert value[row, place].item() == pytest.approx(expected.item(), abs=1e-4)
+            assert value[row, position].item() == pytest.approx(expected.item(), abs=1e-4)
     assert value[rollout.loss_mask == 0].abs().sum() == 0
 
 
 def test_where_the_gradient_of_the_value_goes() -> None:
-    given = shared(lora=text_lora(rank=2, alpha=2))
-    assert given.value_head is not None
-    turn(given.value_head)
-    value = given.log_probs(completions(given)).value
+    policy = shared(lora=text_lora(rank=2, alpha=2))
+    assert policy.value_head is not None
+    turn(policy.value_head)
+    value = policy.log_probs(completions(policy)).value
     assert value is not None
     value.sum().backward()
-    named = dict(given.trainable_parameters())
-    assert list(named)[-2:] == ["value_head.linear.weight", "value_head.linear.bias"]
-    moved = {name for name, p in named.items() if p.grad is not None and p.grad.abs().sum() > 0}
+    parameters = dict(policy.trainable_parameters())
+    assert list(parameters)[-2:] == ["value_head.linear.weight", "value_head.linear.bias"]
+    moved = {name for name, p in parameters.items() if p.grad is not None and p.grad.abs().sum() > 0}
     assert {"value_head.linear.weight", "value_head.linear.bias"} <= moved
     assert any("lora_B" in name for name in moved)
-    assert {id(p) for p in named.values()} <= {id(p) for p in given.module.parameters()}
+    assert {id(p) for p in parameters.values()} <= {id(p) for p in policy.module.parameters()}
 
 
 def test_the_head_is_saved_beside_the_model(tmp_path) -> None:
-    given = shared()
-    assert given.value_head is not None
-    turn(given.value_head)
-    given.save(tmp_path)
+    policy = shared()
+    assert policy.value_head is not None
+    turn(policy.value_head)
+    policy.save(tmp_path)
     again = shared()
     again.load(tmp_path)
     assert again.value_head is not None
-    torch.testing.assert_close(again.value_head.linear.weight, given.value_head.linear.weight)
+    torch.testing.assert_close(again.value_head.linear.weight, policy.value_head.linear.weight)
     with pytest.raises(UserError, match=r"\(critics, hidden size\) \(1, 32\), this one \(1, 16\)"):
         ValueHead(16).load(tmp_path)
 
@@ -98,14 +98,14 @@ def test_a_separate_value_model(tmp_path) -> None:
     base = save_tiny_language_model(tmp_path / "base")
     critic = ValueModel.from_pretrained(base)
     turn(critic.head)
-    given = shared()
-    assert given.value_head is not None
-    turn(given.value_head)
-    rollout = completions(given)
+    policy = shared()
+    assert policy.value_head is not None
+    turn(policy.value_head)
+    rollout = completions(policy)
     values = critic.values(rollout)
-    wanted = given.log_probs(rollout).value
-    assert wanted is not None
-    torch.testing.assert_close(values, wanted, rtol=0, atol=1e-4)
+    expected = policy.log_probs(rollout).value
+    assert expected is not None
+    torch.testing.assert_close(values, expected, rtol=0, atol=1e-4)
     torch.testing.assert_close(critic.values(rollout, torch.tensor([4, 1])), values[[4, 1]], rtol=0, atol=1e-4)
     values.sum().backward()
     assert all(p.grad is not None for p in critic.parameters())

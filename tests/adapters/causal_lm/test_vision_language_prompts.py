@@ -38,21 +38,21 @@ def shared() -> CausalLMPolicy:
     return policy()
 
 
-def answer(given: CausalLMPolicy, prompt: Any, images: Any = None) -> Any:
-    return given.generate([prompt], seeds=1, stopping=STOP, images=None if images is None else [images])
+def answer(actor: CausalLMPolicy, prompt: Any, images: Any = None) -> Any:
+    return actor.generate([prompt], seeds=1, stopping=STOP, images=None if images is None else [images])
 
 
 def test_tokens_and_patches_are_those_of_the_processor(shared) -> None:
-    found = shared._image_prompts.encode(PROMPTS, IMAGES)
-    assert found.encoded_images is not None and found.images == IMAGES
-    for place in range(len(PROMPTS)):
-        own = own_inputs(shared, place)
-        assert list(found.ids[place]) == own["input_ids"][0].tolist()
-        if IMAGES[place]:
-            patches = torch.cat([shown.patches for shown in found.encoded_images[place]])
+    encoded = shared._image_prompts.encode(PROMPTS, IMAGES)
+    assert encoded.encoded_images is not None and encoded.images == IMAGES
+    for index in range(len(PROMPTS)):
+        own = own_inputs(shared, index)
+        assert list(encoded.ids[index]) == own["input_ids"][0].tolist()
+        if IMAGES[index]:
+            patches = torch.cat([image.patches for image in encoded.encoded_images[index]])
             assert torch.equal(patches, own["pixel_values"])
-            assert [list(shown.grid) for shown in found.encoded_images[place]] == own["image_grid_thw"].tolist()
-    assert [sum(p.tokens for p in row) for row in found.encoded_images] == [6 + 5, 0, 25, 0]
+            assert [list(image.grid) for image in encoded.encoded_images[index]] == own["image_grid_thw"].tolist()
+    assert [sum(p.tokens for p in row) for row in encoded.encoded_images] == [6 + 5, 0, 25, 0]
 
 
 def test_images_stand_in_their_parts_or_in_the_list(shared) -> None:
@@ -124,10 +124,10 @@ def test_wrong_images_are_named(shared, prompt, images, message) -> None:
 
 def test_prompts_that_images_make_too_long() -> None:
     big = [[make_image(64, 64)], [], [make_image(8, 8)], []]
-    given = policy(max_prompt_tokens=70)
+    actor = policy(max_prompt_tokens=70)
     prompts = [user(SLOT), *PROMPTS[1:]]
     with pytest.raises(UserError, match=r"Prompt 0 has 85 tokens, and at most 70 are allowed with its images"):
-        sampled(given, prompts=prompts, images=big)
+        sampled(actor, prompts=prompts, images=big)
 
 
 def test_images_of_another_rollout_are_refused(shared) -> None:

@@ -33,20 +33,20 @@ ONE, OTHER = make_image(24, 16, 1), make_image(24, 16, 2)
 
 @pytest.mark.parametrize(("kind", "checkpointing"), [*zip(KINDS, [False, True, True], strict=True)])
 def test_gradients_are_those_of_the_models_logits(kind, checkpointing) -> None:
-    given = policy(kind, gradient_checkpointing=checkpointing)
-    rollout = sampled(given, Sampling(temperature=1.5), num_generations=8)
+    actor = policy(kind, gradient_checkpointing=checkpointing)
+    rollout = sampled(actor, Sampling(temperature=1.5), num_generations=8)
     # a sample of each of three prompts, without the image tokens that the library would take for images
     rows = [next(r for r in range(8 * p, 8 * p + 8) if IMAGE not in drawn(rollout, r)) for p in range(3)]
-    place = torch.arange(1, rollout.loss_mask.shape[1] + 1)
-    names = [name for name, _ in given.trainable_parameters()]
-    parameters = [parameter for _, parameter in given.trainable_parameters()]
-    found = given.log_probs(rollout, torch.tensor(rows)).log_prob
-    ours = torch.autograd.grad((found * place).sum(), parameters, allow_unused=True)
+    coefficients = torch.arange(1, rollout.loss_mask.shape[1] + 1)
+    names = [name for name, _ in actor.trainable_parameters()]
+    parameters = [parameter for _, parameter in actor.trainable_parameters()]
+    log_prob = actor.log_probs(rollout, torch.tensor(rows)).log_prob
+    ours = torch.autograd.grad((log_prob * coefficients).sum(), parameters, allow_unused=True)
     total = torch.zeros(())
     for row in rows:
         completion = drawn(rollout, row)
-        log_p = (own_logits(given, row // 8, completion) / 1.5).log_softmax(-1)
-        total = total + (log_p.gather(-1, completion[:, None])[:, 0] * place[: len(completion)]).sum()
+        log_p = (own_logits(actor, row // 8, completion) / 1.5).log_softmax(-1)
+        total = total + (log_p.gather(-1, completion[:, None])[:, 0] * coefficients[: len(completion)]).sum()
     theirs = torch.autograd.grad(total, parameters, allow_unused=True)
     for name, mine, own in zip(names, ours, theirs, strict=True):
         assert (mine is None) == (own is None), name
@@ -59,13 +59,13 @@ def test_gradients_are_those_of_the_models_logits(kind, checkpointing) -> None:
 @pytest.mark.parametrize("targets", [("all-linear",), ("gate_proj", "q_proj")])
 def test_lora_is_put_into_the_language_part_alone(targets) -> None:
     # Qwen2.5-VL's vision tower has layers of the same names
-    given = policy("qwen2_5_vl", lora=replace(LORA, target_modules=targets))
-    names = [name for name, _ in given.trainable_parameters()]
+    actor = policy("qwen2_5_vl", lora=replace(LORA, target_modules=targets))
+    names = [name for name, _ in actor.trainable_parameters()]
     assert len(names) == 2 * 2 * (7 if targets == ("all-linear",) else 2)
     assert all(name.startswith("model.language_model.layers.") for name in names)
-    rollout = sampled(given)
-    given.log_probs(rollout).log_prob.sum().backward()
-    moved = [p for _, p in given.model.named_parameters() if p.grad is not None]
+    rollout = sampled(actor)
+    actor.log_probs(rollout).log_prob.sum().backward()
+    moved = [p for _, p in actor.model.named_parameters() if p.grad is not None]
     assert len(moved) == len(names)
     with pytest.raises(UserError, match=r"\['qkv'\] name no linear layer of Qwen2_5"):
         policy("qwen2_5_vl", lora=text_lora(target_modules=("qkv",)))
@@ -75,12 +75,12 @@ def test_lora_is_put_into_the_language_part_alone(targets) -> None:
 @torch.no_grad()
 def test_saved_policies_are_read_by_us_and_by_the_library(tmp_path) -> None:
     base = save_tiny_seeing_model(tmp_path / "base")
-    given = CausalLMPolicy.from_pretrained(base, lora=LORA)
-    rollout = sampled(given)
+    actor = CausalLMPolicy.from_pretrained(base, lora=LORA)
+    rollout = sampled(actor)
     torch.testing.assert_close(rollout.log_prob, sampled(policy()).log_prob, rtol=0, atol=1e-5)
-    perturb(given)
-    trained = given.log_probs(rollout).log_prob
-    given.save(tmp_path / "trained")
+    perturb(actor)
+    trained = actor.log_probs(rollout).log_prob
+    actor.save(tmp_path / "trained")
     same = CausalLMPolicy.from_pretrained(base, lora=LORA)
     same.load(tmp_path / "trained")
     assert torch.equal(same.log_probs(rollout).log_prob, trained)
@@ -93,12 +93,12 @@ def test_saved_policies_are_read_by_us_and_by_the_library(tmp_path) -> None:
 
 @torch.no_grad()
 def test_demonstrations_may_show_images() -> None:
-    given = policy()
-    asked = [[{"role": "user", "content": [{"type": "image", "image": image}]}] for image in (ONE, OTHER)]
-    rollout = demonstration_rollout(given, asked, ["a b", "a b"])
+    actor = policy()
+    prompts = [[{"role": "user", "content": [{"type": "image", "image": image}]}] for image in (ONE, OTHER)]
+    rollout = demonstration_rollout(actor, prompts, ["a b", "a b"])
     assert rollout.images is not None and [len(row) for row in rollout.images] == [1, 1]
-    first, second = given.log_probs(rollout).log_prob
+    first, second = actor.log_probs(rollout).log_prob
     assert not torch.allclose(first, second)
-    records = [{"prompt": asked[0], "completion": "a b"}]
-    (length,) = demonstration_lengths(given, records)
+    records = [{"prompt": prompts[0], "completion": "a b"}]
+    (length,) = demonstration_lengths(actor, records)
     assert length == int(rollout.prompt_mask[0].sum() + rollout.loss_mask[0].sum())  # image tokens too

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Latents of images: of every family the inverse of what its pipeline does before its autoencoder."""
+"""Latents of images: for every family, the inverse of what its pipeline does before its autoencoder."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def _policy(name: str, **changes: Any) -> PipelinePolicy:
 
 def _given(policy: Any, latents: Tensor) -> Tensor:
     """What the autoencoder's decoder is given."""
-    own, seen = policy.pipe.vae.decode, []
-    policy.pipe.vae.decode = lambda z, *a, **k: (seen.append(z), own(z, *a, **k))[1]
+    own, inputs = policy.pipe.vae.decode, []
+    policy.pipe.vae.decode = lambda z, *a, **k: (inputs.append(z), own(z, *a, **k))[1]
     try:
         policy.decode(latents)
     finally:
         del policy.pipe.vae.decode
-    return torch.cat(seen)
+    return torch.cat(inputs)
 
 
 def _posterior(vae: Any, images: Tensor, frames: bool) -> Tensor:
@@ -47,8 +47,8 @@ def _posterior(vae: Any, images: Tensor, frames: bool) -> Tensor:
     if vae.config.get("in_channels") == 4:
         x = torch.cat([x, torch.ones_like(x[:, :1])], 1)
     with torch.no_grad():
-        made = vae.encode(x[:, :, None] if frames else x)
-    return made.latent_dist.mode() if hasattr(made, "latent_dist") else made.latent
+        encoded = vae.encode(x[:, :, None] if frames else x)
+    return encoded.latent_dist.mode() if hasattr(encoded, "latent_dist") else encoded.latent
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -58,10 +58,10 @@ def test_the_decoder_is_given_what_the_encoder_made(name: str):
     images = torch.rand(2, 3, *size, generator=torch.Generator().manual_seed(1))
     latents = policy.encode_images(list(images))
     assert latents.shape == (2, *policy.latent_shape) and latents.dtype == policy.storage_dtype
-    given = _given(policy, latents)
-    own = _posterior(policy.pipe.vae, images, given.ndim == 5)
+    decoder_input = _given(policy, latents)
+    own = _posterior(policy.pipe.vae, images, decoder_input.ndim == 5)
     assert own.std() > 0.01
-    torch.testing.assert_close(given, own, atol=2e-6, rtol=1e-6)
+    torch.testing.assert_close(decoder_input, own, atol=2e-6, rtol=1e-6)
     assert vars(policy.pipe.vae).get("decode") is None
 
 
@@ -76,9 +76,9 @@ def test_in_16_bits_the_latents_are_those_of_float32(name: str):
     options = {**tiny_pipeline(name)[1], **({} if FAMILIES[name].frames is None else {"num_frames": 1})}
     policy, other = (PipelinePolicy(pipe, lora=LORA, **options) for pipe in (half, single))
     image = torch.rand(3, *policy._encoder.size, generator=torch.Generator().manual_seed(0))
-    found, expected = policy.encode_images([image]), other.encode_images([image])
-    assert found.dtype == torch.bfloat16 and half.vae.dtype == torch.bfloat16
-    torch.testing.assert_close(found, expected.bfloat16(), atol=1e-6, rtol=2**-7)
+    latents, expected = policy.encode_images([image]), other.encode_images([image])
+    assert latents.dtype == torch.bfloat16 and half.vae.dtype == torch.bfloat16
+    torch.testing.assert_close(latents, expected.bfloat16(), atol=1e-6, rtol=2**-7)
 
 
 def test_images_of_any_size_are_scaled_and_cut_in_the_middle():

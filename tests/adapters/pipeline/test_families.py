@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every family against its pipeline's own run; a family is tested by being in the table.
 
-It is the alarm when diffusers changes: a tiny random pipeline of the installed version, and differences of 0.
+It warns when diffusers changes: a tiny random pipeline of the installed version, and differences of 0.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ STEPS = 3
 ROUNDED = {"sd15": 3e-6, "sdxl": 3e-6, "pixart": 3e-6, "sana": 1e-6}
 ROUNDED |= {"flux_kontext": 3e-6, "qwen_image_edit": 3e-6, "qwen_image_edit_plus": 3e-6}
 ROUNDED |= {name: 3e-6 for name, family in FAMILIES.items() if family.modular}
-"""Largest difference, relative: the noise's path is walked at another scale; Sana's attention with adapters
-of value 0 rounds otherwise; edits, and prompts of modular pipelines, are compared one by one. All others are
+"""Largest relative difference. The noise's path has another scale; Sana's attention with adapters
+of value 0 rounds differently. Edits, and prompts of modular pipelines, are compared one by one. All others are
 equal to the last bit where the processor's kernels round alike, and to EXACT everywhere."""
 EXACT = 1e-6
 
@@ -101,10 +101,10 @@ def test_without_guidance_the_network_is_asked_once(name):
     noise = torch.randn(3, *policy.latent_shape, generator=torch.Generator().manual_seed(5))
     before = policy.forward_count.forward
     condition = policy.encode(tiny_prompts(name, PROMPTS))
-    made = rollout(policy, condition, sigmas=policy.sigmas(STEPS), noise=noise).latents
+    latents = rollout(policy, condition, sigmas=policy.sigmas(STEPS), noise=noise).latents
     assert policy.forward_count.forward - before == 3 * STEPS
     expected = own_images(name, policy, noise, "pt")
-    assert float((policy.decode_frames(made) - expected).abs().max()) <= 5e-5
+    assert float((policy.decode_frames(latents) - expected).abs().max()) <= 5e-5
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -113,20 +113,20 @@ def test_images_are_the_pipelines_own(name):
     policy._halves.apart = False  # one batch of both halves, as the pipeline has it: to the last bit
     noise = torch.randn(3, *policy.latent_shape, generator=torch.Generator().manual_seed(5))
     sigmas = policy.sigmas(STEPS)
-    made = rollout(policy, policy.encode(tiny_prompts(name, PROMPTS)), sigmas=sigmas, noise=noise).latents
+    latents = rollout(policy, policy.encode(tiny_prompts(name, PROMPTS)), sigmas=sigmas, noise=noise).latents
     own = own_images(name, policy, noise, "latent")
     exact = ROUNDED.get(name, EXACT)
     assert own.isfinite().all() and own.abs().max() > 0.1
     if not name.startswith("flux2"):  # whose latents come back unpacked
-        assert float((made - own).abs().max()) <= exact * float(own.abs().max())
-    images = policy.decode_frames(made)
+        assert float((latents - own).abs().max()) <= exact * float(own.abs().max())
+    images = policy.decode_frames(latents)
     expected = own_images(name, policy, noise, "pt")
     assert images.shape == expected.shape
     assert float((images - expected).abs().max()) <= 1e-5 + 10 * exact
     policy._halves.apart = True
-    apart = rollout(policy, policy.encode(tiny_prompts(name, PROMPTS)), sigmas=sigmas, noise=noise).latents
-    assert float((made - apart).abs().max()) <= 1e-4 * float(own.abs().max())
-    assert policy.decode(made).shape[:2] == (3, 3)
+    separate = rollout(policy, policy.encode(tiny_prompts(name, PROMPTS)), sigmas=sigmas, noise=noise).latents
+    assert float((latents - separate).abs().max()) <= 1e-4 * float(own.abs().max())
+    assert policy.decode(latents).shape[:2] == (3, 3)
 
 
 @pytest.mark.parametrize("name", ["flux2_klein"])
@@ -134,15 +134,15 @@ def test_an_edit_of_several_images_is_the_pipelines_own(name):
     """Samples of one source stand in one call, and each image is encoded once."""
     policy, sides = policy_of(name), ((64, 64), (96, 64), (64, 128))
     cup, table, wall = (read_pixels(random_rows(3, *side, text=str(side)).sigmoid(), "it") for side in sides)
-    images = [Image.fromarray(each.permute(1, 2, 0).numpy()) for each in (cup, table, wall)]
+    images = [Image.fromarray(pixels.permute(1, 2, 0).numpy()) for pixels in (cup, table, wall)]
     lists = [images[:2], images[::-1], images[:2]]
-    records = [{"prompt": text, "source": each} for text, each in zip(PROMPTS, lists, strict=True)]
+    records = [{"prompt": text, "source": source} for text, source in zip(PROMPTS, lists, strict=True)]
     records[2] = records[0]
     noise = torch.randn(3, *policy.latent_shape, generator=torch.Generator().manual_seed(5))
     encode, encoded = policy.pipe.vae.encode, []
     policy.pipe.vae.encode = lambda x, *a, **k: (encoded.append(x.shape), encode(x, *a, **k))[1]
     condition = policy.encode(records)
-    made = rollout(policy, condition, sigmas=policy.sigmas(STEPS), noise=noise)
+    trajectory = rollout(policy, condition, sigmas=policy.sigmas(STEPS), noise=noise)
     assert len(encoded) == 2 + 3
     del policy.pipe.vae.encode
     pipe, rows, own = tiny_pipeline(name)[0], condition.rows(), []
@@ -154,10 +154,10 @@ def test_an_edit_of_several_images_is_the_pipelines_own(name):
         call |= {"image": listed, "latents": start, "num_inference_steps": STEPS, "output_type": "pt"}
         with torch.no_grad():
             own.append(torch.as_tensor(pipe(**call, return_dict=False)[0]).float())
-    assert float((policy.decode_frames(made.latents) - torch.cat(own)).abs().max()) <= 3e-5
-    alone = policy.encode([{**each, "source": each["source"][0]} for each in records])
-    other = rollout(policy, alone, sigmas=policy.sigmas(STEPS), noise=noise)
-    assert float((other.latents - made.latents).abs().max()) > 1e-3, "the second image counts"
+    assert float((policy.decode_frames(trajectory.latents) - torch.cat(own)).abs().max()) <= 3e-5
+    single = policy.encode([{**record, "source": record["source"][0]} for record in records])
+    other = rollout(policy, single, sigmas=policy.sigmas(STEPS), noise=noise)
+    assert float((other.latents - trajectory.latents).abs().max()) > 1e-3, "the second image counts"
     with pytest.raises(UserError, match=r"has 0 images, and .* edits one or several\."):
         policy.encode([{"prompt": "a", "source": []}])
 
@@ -171,22 +171,22 @@ def test_several_images_for_a_pipeline_that_edits_one_are_refused():
 
 def test_a_velocity_is_silent():
     """Qwen-Image's pipeline warns of the mask that its own encoder left out, at every call."""
-    policy, said = policy_of("qwen_image"), logging.handlers.BufferingHandler(100)
+    policy, handler = policy_of("qwen_image"), logging.handlers.BufferingHandler(100)
     condition = policy.encode(PROMPTS[:1])
     logger = logging.getLogger("diffusers")
-    logger.addHandler(said)
+    logger.addHandler(handler)
     try:
         level = logger.level
         policy.velocity(torch.randn(1, *policy.latent_shape), torch.full((1,), 0.5), condition)
-        assert said.buffer == [] and logger.level == level
+        assert handler.buffer == [] and logger.level == level
         assert not logging.getLogger(type(policy.pipe).__module__).disabled
     finally:
-        logger.removeHandler(said)
+        logger.removeHandler(handler)
 
 
 @pytest.mark.parametrize("name", ["sd15", "flux3"])
 def test_a_velocity_walks_through_no_model(name, monkeypatch):
-    """diffusers looks for hooks in every module, five to ten times a call, longer the larger the model is."""
+    """diffusers looks for hooks in every module, five to ten times a call, and longer in larger models."""
     policy, walked = policy_of(name), []
     own, kinds = torch.nn.Module.named_modules, [type(part) for part in (policy.pipe, policy.module)]
     x, sigma = torch.randn(1, *policy.latent_shape), torch.full((1,), 0.5)
@@ -194,9 +194,9 @@ def test_a_velocity_walks_through_no_model(name, monkeypatch):
     expected = policy.velocity(x, sigma, condition)
 
     def named_modules(module: Any, *args: Any, **kwargs: Any) -> Any:
-        for found in own(module, *args, **kwargs):
-            walked.append(found)
-            yield found
+        for entry in own(module, *args, **kwargs):
+            walked.append(entry)
+            yield entry
 
     monkeypatch.setattr(torch.nn.Module, "named_modules", named_modules)
     assert policy.velocity(x, sigma, condition).equal(expected)
@@ -226,10 +226,10 @@ def test_a_replay_finds_the_rollout(name):
     policy = policy_of(name)
     condition = policy.encode(tiny_prompts(name, PROMPTS))
     before = copy.copy(policy.forward_count)
-    made = rollout(policy, condition, sigmas=policy.sigmas(STEPS), sde_steps=[0, 1], seeds=[1, 2, 3])
+    trajectory = rollout(policy, condition, sigmas=policy.sigmas(STEPS), sde_steps=[0, 1], seeds=[1, 2, 3])
     halves = 2 if policy.guided else 1
     assert policy.forward_count.forward - before.forward == 3 * STEPS * halves
-    assert ratio_check(policy, condition, made, batch_size=3).ok
+    assert ratio_check(policy, condition, trajectory, batch_size=3).ok
 
 
 @pytest.mark.parametrize("name", [*ONE_OF_EACH_KIND, "flux_kontext", "qwen_image_21"])
@@ -255,24 +255,24 @@ def test_the_contract(name, tmp_path):
             assert torch.equal(other.velocity(x, sigma, condition), expected)
     noise = torch.randn(3, *policy.latent_shape, generator=torch.Generator().manual_seed(5))
     condition = policy.encode(tiny_prompts(name, PROMPTS))
-    made = policy.decode_frames(rollout(policy, condition, sigmas=policy.sigmas(STEPS), noise=noise).latents)
+    images = policy.decode_frames(rollout(policy, condition, sigmas=policy.sigmas(STEPS), noise=noise).latents)
     loaded, _ = tiny_pipeline(name)
     code = loading_code(type(loaded).__name__, list(policy.networks), tmp_path)
     exec(code, {"pipe": loaded, "PeftModel": PeftModel})
     for part, network in policy.networks.items():
-        found = trained_weights(getattr(loaded, part))
-        assert found.keys() == trained_weights(network).keys()
-        assert all(torch.equal(found[layer], own) for layer, own in trained_weights(network).items())
-    assert float((made - own_images(name, policy, noise, "pt", pipe=loaded)).abs().max()) <= 5e-5
+        weights = trained_weights(getattr(loaded, part))
+        assert weights.keys() == trained_weights(network).keys()
+        assert all(torch.equal(weights[layer], own) for layer, own in trained_weights(network).items())
+    assert float((images - own_images(name, policy, noise, "pt", pipe=loaded)).abs().max()) <= 5e-5
 
 
 @pytest.mark.parametrize("name", ["sd15", "flux", "kandinsky5_image", "wan", "flux3"])
 def test_another_size_is_as_if_built_with_it(name):
     policy = policy_of(name)
-    own, kept = policy.image_size, policy.latent_shape
+    own, latent_shape = policy.image_size, policy.latent_shape
     height, width = (policy._call.fixed[side] for side in ("height", "width"))
-    known = [(h, w) for w, h in getattr(policy.pipe, "resolutions", None) or ()]
-    size = next((each for each in known if each != (height, width)), (height, 2 * width))
+    resolutions = [(h, w) for w, h in getattr(policy.pipe, "resolutions", None) or ()]
+    size = next((resolution for resolution in resolutions if resolution != (height, width)), (height, 2 * width))
     new = policy_of(name, image_size=size)
 
     def said(policy: PipelinePolicy) -> list[torch.Tensor]:
@@ -282,23 +282,23 @@ def test_another_size_is_as_if_built_with_it(name):
         with torch.no_grad():
             v = policy.velocity(x.to(policy.storage_dtype), sigmas[:-1], condition)
         plain = policy.sigmas(STEPS, timestep_schedule="plain")
-        made = [sigmas, plain, policy.times(plain), v, policy.decode(x)]
+        outputs = [sigmas, plain, policy.times(plain), v, policy.decode(x)]
         if FAMILIES[name].frames is None:
-            made.insert(0, policy.encode_images([torch.rand(3, 24, 20, generator=torch.Generator())]))
-        return made
+            outputs.insert(0, policy.encode_images([torch.rand(3, 24, 20, generator=torch.Generator())]))
+        return outputs
 
     before = said(policy)
     policy.image_size = size
-    assert policy.image_size == size and policy.latent_shape == new.latent_shape != kept
+    assert policy.image_size == size and policy.latent_shape == new.latent_shape != latent_shape
     resized = said(policy)
     assert resized[-1].shape != before[-1].shape
-    assert all(torch.equal(one, other) for one, other in zip(resized, said(new), strict=True))
+    assert all(torch.equal(output, other) for output, other in zip(resized, said(new), strict=True))
     with pytest.raises(UserError, match=r"image_size is 7|7 and 7"):
         policy.image_size = 7
     assert policy.image_size == size and policy.latent_shape == new.latent_shape
     policy.image_size = own
-    assert policy.latent_shape == kept
-    assert all(torch.equal(one, other) for one, other in zip(before, said(policy), strict=True))
+    assert policy.latent_shape == latent_shape
+    assert all(torch.equal(output, other) for output, other in zip(before, said(policy), strict=True))
 
 
 def test_a_size_beyond_the_rotary_table_of_wan_is_refused() -> None:

@@ -39,14 +39,14 @@ def test_prompts_make_the_pipelines_images(folders, name):
     policy = load_policy(folders[name], guidance=guidance, image_size=size)
     assert isinstance(policy, PipelinePolicy)
     noise = torch.randn(2, *policy.latent_shape, generator=torch.Generator().manual_seed(1))
-    made = rollout(policy, policy.encode(PROMPTS), sigmas=policy.sigmas(3), noise=noise).latents
+    latents = rollout(policy, policy.encode(PROMPTS), sigmas=policy.sigmas(3), noise=noise).latents
     pipe: Any = DiffusionPipeline.from_pretrained(folders[name], safety_checker=None)
     pipe.set_progress_bar_config(disable=True)
     call = {"guidance_scale": guidance} if guidance else {}
     expected = pipe(
         PROMPTS, height=size[0], width=size[1], latents=noise, num_inference_steps=3, output_type="pt", **call
     )[0]
-    assert float((policy.decode(made) - expected).abs().max()) <= 2e-5
+    assert float((policy.decode(latents) - expected).abs().max()) <= 2e-5
 
 
 @pytest.mark.parametrize("name", ["sd15", "qwen_image"])
@@ -84,8 +84,8 @@ def test_times_that_are_laid_on_tokens_go_one_by_one():
     condition = policy.encode([*PROMPTS, PROMPTS[0]])
     with torch.no_grad():
         together = policy.velocity(x, sigma, condition)
-        alone = policy.velocity(x[1:2], sigma[1:2], condition.select(torch.tensor([1])))
-    torch.testing.assert_close(together[1:2], alone, rtol=1e-4, atol=1e-4)
+        single = policy.velocity(x[1:2], sigma[1:2], condition.select(torch.tensor([1])))
+    torch.testing.assert_close(together[1:2], single, rtol=1e-4, atol=1e-4)
 
 
 def test_dtypes_of_the_parts(folders):
@@ -185,8 +185,8 @@ def test_images_to_edit(tmp_path):
     pixels = torch.rand(3, 16, 8, generator=torch.Generator().manual_seed(1)).mul(255).round() / 255
     image = image_of(pixels)
     image.save(tmp_path / "a.png")
-    given = [str(tmp_path / "a.png"), image, pixels, torch.zeros(3, 16, 8)]
-    condition = policy.encode([{"prompt": "a red circle", "source": source} for source in given])
+    sources = [str(tmp_path / "a.png"), image, pixels, torch.zeros(3, 16, 8)]
+    condition = policy.encode([{"prompt": "a red circle", "source": source} for source in sources])
     x = torch.randn(1, *policy.latent_shape).repeat(4, 1, 1)
     with torch.no_grad():
         v = policy.velocity(x, torch.full((4,), 0.5), condition)

@@ -35,8 +35,8 @@ def saved(name: str, folder: Path) -> PipelinePolicy:
 def test_the_exported_file_makes_the_same_images(name, tmp_path):
     policy = saved(name, tmp_path)
     file = tmp_path / "kohya.safetensors"
-    done = CliRunner().invoke(app, ["export-lora", str(tmp_path), "-o", str(file)])
-    assert done.exit_code == 0, done.output
+    result = CliRunner().invoke(app, ["export-lora", str(tmp_path), "-o", str(file)])
+    assert result.exit_code == 0, result.output
     (tmp_path / "new").touch()
     assert file.stat().st_mode == (tmp_path / "new").stat().st_mode
     pipe, _ = tiny_pipeline(name)
@@ -60,11 +60,11 @@ def flux_adapters(rank: int, *more: str) -> dict[str, torch.Tensor]:
     names += [f"single_transformer_blocks.{i}.attn.{name}" for i in range(38) for name in joint[:3]]
     shapes = {name: (3072, 3072) for name in names} | {name: (12288, 3072) for name in more}
     draw = torch.Generator().manual_seed(0)
-    found = {}
+    weights = {}
     for name, (outputs, inputs) in shapes.items():
-        found[f"transformer.{name}.lora_A.weight"] = torch.randn(rank, inputs, generator=draw)
-        found[f"transformer.{name}.lora_B.weight"] = torch.randn(outputs, rank, generator=draw)
-    return found
+        weights[f"transformer.{name}.lora_A.weight"] = torch.randn(rank, inputs, generator=draw)
+        weights[f"transformer.{name}.lora_B.weight"] = torch.randn(outputs, rank, generator=draw)
+    return weights
 
 
 def write(adapters: dict[str, torch.Tensor], folder: Path, alpha: int) -> Path:
@@ -79,9 +79,9 @@ def test_adapters_of_flux_are_read_back_by_diffusers_as_they_were(tmp_path):
     adapters = flux_adapters(2, "single_transformer_blocks.7.proj_mlp")
     file = tmp_path / "kohya.safetensors"
     folder = write(adapters, tmp_path / "lora", alpha=6)
-    done = CliRunner().invoke(app, ["export-lora", str(folder), "-o", str(file)])
-    assert done.exit_code == 0, done.output
-    assert done.output.startswith(f"{19 * 4 + 38} layers for ComfyUI")
+    result = CliRunner().invoke(app, ["export-lora", str(folder), "-o", str(file)])
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith(f"{19 * 4 + 38} layers for ComfyUI")
     read, alphas, *_ = FluxPipeline.lora_state_dict(load_file(file), return_alphas=True)
     assert not alphas
     names = {name.removesuffix(".lora_A.weight") for name in adapters if name.endswith("lora_A.weight")}
@@ -98,9 +98,9 @@ def test_adapters_of_flux_are_read_back_by_diffusers_as_they_were(tmp_path):
 def test_adapters_of_flux_without_a_key_are_named(tmp_path):
     odd = "single_transformer_blocks.0.attn.norm_q"
     folder = write(flux_adapters(1, odd), tmp_path / "lora", alpha=1)
-    done = CliRunner().invoke(app, ["export-lora", str(folder), "-o", str(tmp_path / "k.safetensors")])
-    said = " ".join(done.output.split())
-    assert done.exit_code != 0 and f"have no name for: {odd}" in said, said
+    result = CliRunner().invoke(app, ["export-lora", str(folder), "-o", str(tmp_path / "k.safetensors")])
+    output = " ".join(result.output.split())
+    assert result.exit_code != 0 and f"have no name for: {odd}" in output, output
 
 
 @pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")
@@ -154,12 +154,12 @@ def test_a_family_without_such_keys_is_refused(family, message, tmp_path):
 def test_the_family_is_that_of_the_runs_model(family, path, message, tmp_path):
     (tmp_path / "config.yaml").write_text(f"model: {{path: {path}}}")
     saved(family, tmp_path)
-    done = CliRunner().invoke(app, ["export-lora", str(tmp_path / "lora"), "-o", str(tmp_path / "k.safetensors")])
-    assert message in " ".join(done.output.split())
+    result = CliRunner().invoke(app, ["export-lora", str(tmp_path / "lora"), "-o", str(tmp_path / "k.safetensors")])
+    assert message in " ".join(result.output.split())
 
 
 def test_a_run_of_the_whole_model_has_no_lora_to_export(tmp_path):
     (tmp_path / "model").mkdir()
-    done = CliRunner().invoke(app, ["export-lora", str(tmp_path), "-o", str(tmp_path / "k.safetensors")])
-    assert done.exit_code == 2 and "trained the whole model, so it has no LoRA" in " ".join(done.output.split())
+    result = CliRunner().invoke(app, ["export-lora", str(tmp_path), "-o", str(tmp_path / "k.safetensors")])
+    assert result.exit_code == 2 and "trained the whole model, so it has no LoRA" in " ".join(result.output.split())
     assert not (tmp_path / "k.safetensors").exists()

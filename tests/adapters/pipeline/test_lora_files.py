@@ -104,11 +104,11 @@ def test_each_layer_gets_what_the_file_says(form, tmp_path):
     if form.startswith("peft"):
         (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 2, "lora_alpha": 6}))
     networks = FAMILIES[family].present({name: [1] for name in pipe.components})
-    found = read_adapters(pipe, networks, tmp_path)[part]
-    assert found.keys() == pairs.keys()
+    loaded = read_adapters(pipe, networks, tmp_path)[part]
+    assert loaded.keys() == pairs.keys()
     for layer, (down, up) in pairs.items():
         scale = 3.0 if form.startswith("peft") else 1.0 if alpha is None else alpha / len(down)
-        assert torch.allclose(product(*found[layer]), product(down, up, scale), atol=1e-4), layer
+        assert torch.allclose(product(*loaded[layer]), product(down, up, scale), atol=1e-4), layer
 
 
 def test_joined_layers_of_sd3_are_split(tmp_path):
@@ -120,12 +120,12 @@ def test_joined_layers_of_sd3_are_split(tmp_path):
         state[f"{base}.lora_down.weight"] = torch.randn(2, width, generator=draw)
         state[f"{base}.lora_up.weight"] = torch.randn(outputs * width, 2, generator=draw)
     save_file(state, tmp_path / "sd3.safetensors")
-    found, ups = read_adapters(bare("sd3"), ["transformer"], tmp_path)["transformer"], [*state.values()][1::2]
+    loaded, ups = read_adapters(bare("sd3"), ["transformer"], tmp_path)["transformer"], [*state.values()][1::2]
     block = f"transformer_blocks.{last}"
     for layer, up in zip(("to_q", "to_k", "to_v"), ups[0].chunk(3), strict=True):
-        assert torch.equal(found[f"{block}.attn.{layer}"].up, up)
+        assert torch.equal(loaded[f"{block}.attn.{layer}"].up, up)
     swapped = torch.cat([*ups[1].chunk(2)][::-1])  # scale and shift
-    assert torch.equal(found[f"{block}.norm1_context.linear"].up, swapped)
+    assert torch.equal(loaded[f"{block}.norm1_context.linear"].up, swapped)
 
 
 @pytest.mark.parametrize(
@@ -135,9 +135,9 @@ def test_joined_layers_of_flux_are_split(form, tmp_path):
     ends, width = PAIR["kohya" if form.startswith("lora") else "peft"], bare("flux").transformer.inner_dim
     down, up = torch.randn(2, width), torch.randn(3 * width, 2)
     save_file({f"{form}.{ends[0]}": down, f"{form}.{ends[1]}": up}, tmp_path / "flux.safetensors")
-    found = read_adapters(bare("flux"), ["transformer"], tmp_path)["transformer"]
+    loaded = read_adapters(bare("flux"), ["transformer"], tmp_path)["transformer"]
     for layer, rows in zip(("to_q", "to_k", "to_v"), up.chunk(3), strict=True):
-        assert torch.allclose(product(*found[f"transformer_blocks.0.attn.{layer}"]), rows @ down, atol=1e-5)
+        assert torch.allclose(product(*loaded[f"transformer_blocks.0.attn.{layer}"]), rows @ down, atol=1e-5)
 
 
 def test_several_loras_are_summed_and_encoders_are_saved_again(tmp_path):
@@ -154,8 +154,8 @@ def test_several_loras_are_summed_and_encoders_are_saved_again(tmp_path):
     expected, original = trained_weights(once.networks["unet"]), pipe.text_encoder.state_dict()
     changed = once.pipe.text_encoder.state_dict()
     for policy in (both, again):
-        found = trained_weights(policy.networks["unet"])
-        assert all(torch.allclose(found[layer], weight, atol=1e-4) for layer, weight in expected.items())
+        weights = trained_weights(policy.networks["unet"])
+        assert all(torch.allclose(weights[layer], weight, atol=1e-4) for layer, weight in expected.items())
         for name, weight in policy.pipe.text_encoder.state_dict().items():
             assert torch.allclose(weight, changed[name], atol=1e-5)
             assert torch.equal(weight, original[name]) != name.endswith("fc1.weight")

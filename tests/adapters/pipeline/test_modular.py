@@ -63,22 +63,22 @@ def test_a_folder_makes_the_pipelines_images_with_its_adapters_too(folders, name
     policy = policy_of(folders[name], guidance=scale(name))
     assert policy.guided == (scale(name) > 1)
     noise = torch.randn(1, *policy.latent_shape, generator=torch.Generator().manual_seed(1))
-    found = []
+    samples = []
     for moved in (False, True):
         if moved:
             with torch.no_grad():
                 for _, weight in policy.trainable_parameters():
                     weight.add_(0.1)
             policy.save(tmp_path)
-        made = rollout(policy, policy.encode([PROMPT]), sigmas=policy.sigmas(3), noise=noise).latents
+        sample = rollout(policy, policy.encode([PROMPT]), sigmas=policy.sigmas(3), noise=noise).latents
         pipe = whole_pipeline(folders[name])
         if moved:
             pipe.load_lora_weights(str(tmp_path))
         latents, images = own_modular_run(pipe, [PROMPT], noise, scale(name), num_inference_steps=3, **SIZE)
-        assert float((made - latents).abs().max()) <= 3e-7 * float(latents.abs().max())
-        assert float((policy.decode(made) - images).abs().max()) <= 1e-6 and float(images.std()) > 0.02
-        found.append(made)
-    assert not torch.allclose(*found, atol=1e-4)
+        assert float((sample - latents).abs().max()) <= 3e-7 * float(latents.abs().max())
+        assert float((policy.decode(sample) - images).abs().max()) <= 1e-6 and float(images.std()) > 0.02
+        samples.append(sample)
+    assert not torch.allclose(*samples, atol=1e-4)
 
 
 def test_images_with_an_alpha_channel_stand_over_white():
@@ -101,28 +101,28 @@ def test_the_classic_folder_of_qwen_image_21_goes_the_same_way(tmp_path):
     policy = policy_of(tmp_path)
     assert type(policy.pipe).__name__ == "QwenImage21TurboModularPipeline"
     noise = torch.randn(1, *policy.latent_shape, generator=torch.Generator().manual_seed(1))
-    made = rollout(policy, policy.encode([PROMPT]), sigmas=policy.sigmas(3), noise=noise).latents
+    sample = rollout(policy, policy.encode([PROMPT]), sigmas=policy.sigmas(3), noise=noise).latents
     classic.set_progress_bar_config(disable=True)
-    classic.vae_scale_factor = 4  # which it holds to be 16
+    classic.vae_scale_factor = 4  # it assumes 16
     own = classic(PROMPT, latents=noise, output_type="latent", return_dict=False, **SIZE)[0]
-    assert float((made - own).abs().max()) <= 3e-7 * float(own.abs().max())
+    assert float((sample - own).abs().max()) <= 3e-7 * float(own.abs().max())
 
 
 def test_a_prompt_is_upsampled_once_and_the_upsampler_may_be_left_out(folders, tmp_path):
     folder = save_modular(tiny_flux3(upsampler=True), tmp_path)
     policy = policy_of(folder, call={"max_new_tokens": 12})
-    model, asked = policy.pipe.prompt_upsampler, []
+    model, calls = policy.pipe.prompt_upsampler, []
     own = model.generate
-    model.generate = lambda **given: (asked.append(given["input_ids"]), own(**given))[1]
+    model.generate = lambda **inputs: (calls.append(inputs["input_ids"]), own(**inputs))[1]
     condition = policy.encode([PROMPT, "a cat", PROMPT])
-    assert len(asked) == 2 and PROMPT not in policy.pipe._captions[PROMPT]
+    assert len(calls) == 2 and PROMPT not in policy.pipe._captions[PROMPT]
     noise = torch.randn(1, *policy.latent_shape, generator=torch.Generator().manual_seed(1))
     again = policy.encode([PROMPT])
-    assert len(asked) == 2 and torch.equal(again.rows()[0]["prompt_embeds"], condition.rows()[0]["prompt_embeds"])
-    made = rollout(policy, again, sigmas=policy.sigmas(3), noise=noise).latents
+    assert len(calls) == 2 and torch.equal(again.rows()[0]["prompt_embeds"], condition.rows()[0]["prompt_embeds"])
+    sample = rollout(policy, again, sigmas=policy.sigmas(3), noise=noise).latents
     call = {**SIZE, "num_inference_steps": 3, "max_new_tokens": 12}
     latents, _ = own_modular_run(whole_pipeline(folder), [PROMPT], noise, 1.0, **call)
-    assert float((made - latents).abs().max()) <= 3e-7 * float(latents.abs().max())
+    assert float((sample - latents).abs().max()) <= 3e-7 * float(latents.abs().max())
     with hollow_pipelines():
         assert policy_of(folder).encode([PROMPT]).rows()[0]["prompt_embeds"].shape[1] > 80
     plain = policy_of(folder, without=["prompt_upsampler"])
@@ -204,7 +204,7 @@ def test_a_distilled_model_says_what_it_allows(folders):
 
 
 def test_a_flow_map_is_refused(tmp_path):
-    """It is given the time that a step jumps to, which a single velocity has not."""
+    """Its network takes the time a step jumps to, which a single velocity lacks."""
     folder = save_modular(tiny_flux3(flow_map=True), tmp_path)
     message = r"is a Flux3DistilledModularPipeline, which predicts the mean velocity of a whole step"
     for load in (load_policy, PipelinePolicy.from_pretrained):
@@ -225,19 +225,19 @@ def test_other_guiders_are_refused():
 
 def test_a_negative_prompt_leads_away(folders, caplog):
     x, sigma = torch.randn(1, *policy_of(folders["flux3"]).latent_shape), torch.tensor([0.5])
-    found = []
+    velocities = []
     for guidance, negative in ((3.0, None), (3.0, "a star"), (1.0, "a star")):
         policy = policy_of(folders["flux3"], guidance=guidance, negative_prompt=negative)
         with torch.no_grad():
-            found.append(policy.velocity(x, sigma, policy.encode([PROMPT])))
+            velocities.append(policy.velocity(x, sigma, policy.encode([PROMPT])))
             star, scene = (policy.velocity(x, sigma, policy.encode([p])) for p in ("a star", PROMPT))
-    assert not torch.allclose(found[0], found[1], atol=1e-4)
-    torch.testing.assert_close(found[1], star + 3 * (scene - star), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(velocities[0], velocities[1], atol=1e-4)
+    torch.testing.assert_close(velocities[1], star + 3 * (scene - star), rtol=1e-4, atol=1e-5)
     assert "will be ignored" not in caplog.text  # as diffusers would say at each prompt
 
 
 def test_a_folder_is_planned_by_shapes(folders, monkeypatch):
-    """Qwen-Image 2.1 reads off a mask where its tokens stand, and so how many there are."""
+    """Qwen-Image 2.1 reads from a mask where its tokens are, and so how many."""
     monkeypatch.setattr("visalign.adapters.hollow.SMALL", 0)  # the encoder too
     policy = policy_of(folders["qwen_image_21"], guidance=3.0)
     with hollow_pipelines() as trace:

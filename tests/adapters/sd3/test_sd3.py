@@ -107,15 +107,15 @@ def test_the_general_adapter_computes_the_same(folders, tmp_path):
     general.load(tmp_path)
     assert torch.equal(policy.sigmas(4), general.sigmas(4))
     x, sigma, condition = inputs(policy)
-    asked = general.encode(PROMPTS)
+    general_condition = general.encode(PROMPTS)
     with torch.no_grad():
         expected = policy.velocity(x, sigma, condition)
-        found = general.velocity(x, sigma, asked)
-    torch.testing.assert_close(found, expected, rtol=0, atol=3e-5 * guidance)  # which scales rounding too
-    made = rollout(policy, condition, sigmas=policy.sigmas(4), sde_steps=[0, 2], seeds=[1, 2, 3])
-    assert ratio_check(general, asked, made, batch_size=3).ok
+        velocity = general.velocity(x, sigma, general_condition)
+    torch.testing.assert_close(velocity, expected, rtol=0, atol=3e-5 * guidance)  # which scales rounding too
+    trajectory = rollout(policy, condition, sigmas=policy.sigmas(4), sde_steps=[0, 2], seeds=[1, 2, 3])
+    assert ratio_check(general, general_condition, trajectory, batch_size=3).ok
     with general.reference(), torch.no_grad():
-        assert (general.velocity(x, sigma, asked) - expected).abs().max() > 1e-2
+        assert (general.velocity(x, sigma, general_condition) - expected).abs().max() > 1e-2
 
 
 def test_full_fine_tuning_saves_a_whole_pipeline(folders, tmp_path):
@@ -152,7 +152,7 @@ def test_a_graph_from_before_the_reference_has_the_gradient_of_the_trained_weigh
 
 
 def test_guidance_under_autocast_keeps_the_gradient():
-    """The first pass, without gradient, must leave no cached weights that would cut off the second one's."""
+    """The first pass, without gradient, must cache no weights that cut off the second's gradient."""
     reached = []
     for autocast in (None, torch.bfloat16):
         policy = SD3Policy(tiny_sd3_pipeline(), lora=LORA, guidance=2.0, autocast=autocast)
@@ -166,19 +166,19 @@ def test_guidance_under_autocast_keeps_the_gradient():
 def test_each_unique_prompt_is_encoded_once(monkeypatch):
     monkeypatch.setattr("visalign.adapters.sd3.text.BATCH", 2)
     policy = SD3Policy(tiny_sd3_pipeline(), guidance=2.0)
-    seen = []
+    batches = []
     encode_prompt = policy.pipe.encode_prompt
     monkeypatch.setattr(
-        policy.pipe, "encode_prompt", lambda *a, **k: seen.append(k["prompt"]) or encode_prompt(*a, **k)
+        policy.pipe, "encode_prompt", lambda *a, **k: batches.append(k["prompt"]) or encode_prompt(*a, **k)
     )
     condition = policy.encode(["b", "a", "b", "two", "a"])
-    assert seen == [["b", "a"], ["two"]] and len(condition) == 5
+    assert batches == [["b", "a"], ["two"]] and len(condition) == 5
     assert condition.index.tolist() == [0, 1, 0, 2, 1] and condition.embeds.shape == (3, 17, 24)
     assert condition.select(torch.tensor([3, 3])).index.tolist() == [2, 2]
     for _ in range(2):
         with torch.no_grad():
             policy.velocity(noise(2), torch.full((2,), 0.5), condition.select(torch.tensor([0, 1])))
-    assert seen[2:] == [[""]]
+    assert batches[2:] == [[""]]
     assert not condition.embeds.requires_grad
 
 
@@ -227,16 +227,16 @@ def test_a_guided_replay_is_its_rollout(dtype, autocast):
     policy = SD3Policy(pipe, lora=LORA, guidance=4.5, autocast=cast)
     perturb(policy)
     condition = policy.encode(PROMPTS * 4)
-    made = rollout(policy, condition, sigmas=policy.sigmas(6), sde_steps=[0, 2, 4], seeds=list(range(12)))
+    trajectory = rollout(policy, condition, sigmas=policy.sigmas(6), sde_steps=[0, 2, 4], seeds=list(range(12)))
     # one step after the other, as they were made: the same batches, so the same bits
     step_by_step = []
     for s in range(3):
-        pairs = made.pairs(torch.arange(12), torch.full((12,), s))
-        stats = replay(policy, condition, pairs, made.kernel)
+        pairs = trajectory.pairs(torch.arange(12), torch.full((12,), s))
+        stats = replay(policy, condition, pairs, trajectory.kernel)
         assert stats.log_prob.requires_grad
         step_by_step.append((stats.log_prob - pairs.log_prob).abs().max())
     assert max(step_by_step) == 0
-    assert ratio_check(policy, condition, made, batch_size=12).ok
+    assert ratio_check(policy, condition, trajectory, batch_size=12).ok
 
 
 def test_full_fine_tuning_in_16_bits_moves_float32_weights():

@@ -33,7 +33,7 @@ def tiny_policy(**options: Any) -> CausalLMPolicy:
 
 @pytest.fixture(scope="module")
 def policy() -> CausalLMPolicy:
-    """Under training; the server has its own of the same weights."""
+    """In training; the server has its own copy of the weights."""
     return tiny_policy()
 
 
@@ -76,25 +76,25 @@ def drawn(source, sampling=RAW[0], stopping=EVERY, prompts=PROMPTS, **options: A
 )
 def test_a_servers_completions_are_the_policys_own(policy, server, mode, sampling) -> None:
     server.mode = mode
-    found = drawn(generator(policy, server, logprobs_mode=mode), sampling)
+    rollout = drawn(generator(policy, server, logprobs_mode=mode), sampling)
     own = drawn(policy, sampling)
     for name in ("prompt_ids", "prompt_mask", "completion_ids", "loss_mask"):
-        there = 1 if name.startswith("prompt") else own.loss_mask
-        torch.testing.assert_close(getattr(found, name) * there, getattr(own, name) * there, rtol=0, atol=0)
+        mask = 1 if name.startswith("prompt") else own.loss_mask
+        torch.testing.assert_close(getattr(rollout, name) * mask, getattr(own, name) * mask, rtol=0, atol=0)
     for name in ("text", "stop_reason", "group", "prompt", "seed", "sampling"):
-        assert getattr(found, name) == getattr(own, name)
-    assert {"eos", "stop string", "length"} >= set(found.stop_reason) and len(set(found.stop_reason)) > 1
-    again = policy.log_probs(found)
-    torch.testing.assert_close(found.log_prob, again.log_prob.detach(), rtol=0, atol=1e-4)
-    assert (found.log_prob[found.loss_mask == 0] == 0).all() and float(found.log_prob.min()) < -0.5
-    known, unknown = ("entropy", "full_log_prob") if sampling.truncates else ("full_log_prob", "entropy")
-    torch.testing.assert_close(getattr(found, known), getattr(own, known), rtol=0, atol=1e-4)
-    assert torch.equal(torch.isnan(getattr(found, unknown)), found.loss_mask > 0)
+        assert getattr(rollout, name) == getattr(own, name)
+    assert {"eos", "stop string", "length"} >= set(rollout.stop_reason) and len(set(rollout.stop_reason)) > 1
+    again = policy.log_probs(rollout)
+    torch.testing.assert_close(rollout.log_prob, again.log_prob.detach(), rtol=0, atol=1e-4)
+    assert (rollout.log_prob[rollout.loss_mask == 0] == 0).all() and float(rollout.log_prob.min()) < -0.5
+    present, missing = ("entropy", "full_log_prob") if sampling.truncates else ("full_log_prob", "entropy")
+    torch.testing.assert_close(getattr(rollout, present), getattr(own, present), rtol=0, atol=1e-4)
+    assert torch.equal(torch.isnan(getattr(rollout, missing)), rollout.loss_mask > 0)
     if sampling.truncates:
-        assert found.kept is not None and own.kept is not None
-        assert torch.equal(found.kept.count, own.kept.count) and torch.equal(found.kept.ids, own.kept.ids)
+        assert rollout.kept is not None and own.kept is not None
+        assert torch.equal(rollout.kept.count, own.kept.count) and torch.equal(rollout.kept.ids, own.kept.ids)
     else:
-        assert found.kept is None
+        assert rollout.kept is None
 
 
 def test_each_sample_is_a_request_that_leaves_nothing_to_the_servers_defaults(policy, server) -> None:
@@ -117,8 +117,8 @@ def test_the_server_says_its_context(server) -> None:
     server.max_model_len = 20
     policy, prompt = tiny_policy(), "abcdefghijkl"
     stopping = StoppingCriteria(max_new_tokens=30, eos_ids=())
-    found = drawn(generator(policy, server), prompts=[prompt], stopping=stopping)
-    assert found.loss_mask.sum(1).tolist() == [8, 8, 8] and server.completions[0]["max_tokens"] == 8
+    rollout = drawn(generator(policy, server), prompts=[prompt], stopping=stopping)
+    assert rollout.loss_mask.sum(1).tolist() == [8, 8, 8] and server.completions[0]["max_tokens"] == 8
     source = generator(policy, server)
     for prompts in (["a", "b" * 20], ["b" * 20]):
         with pytest.raises(UserError, match=r"has 20 tokens, and at most 19 are allowed .* is 20"):
@@ -132,13 +132,13 @@ def test_the_server_says_its_context(server) -> None:
 def test_prompts_that_are_too_long_are_masked_where_the_run_should_go_on(server) -> None:
     server.max_model_len = 20
     masked = generator(tiny_policy(long_prompts="mask"), server)
-    found = drawn(masked, prompts=["a", "b" * 20, "c"])
-    assert found.stop_reason[3:6] == ["prompt too long"] * 3 and found.text[3:6] == [""] * 3
-    assert found.generated.tolist() == [True] * 3 + [False] * 3 + [True] * 3
-    assert (found.loss_mask[3:6] == 0).all() and found.prompt_ids.shape[1] == 1
-    asked = len(server.asked)
+    rollout = drawn(masked, prompts=["a", "b" * 20, "c"])
+    assert rollout.stop_reason[3:6] == ["prompt too long"] * 3 and rollout.text[3:6] == [""] * 3
+    assert rollout.generated.tolist() == [True] * 3 + [False] * 3 + [True] * 3
+    assert (rollout.loss_mask[3:6] == 0).all() and rollout.prompt_ids.shape[1] == 1
+    request_count = len(server.asked)
     nothing = drawn(masked, prompts=["b" * 20], num_generations=1)
-    assert not nothing.generated.any() and len(server.asked) == asked
+    assert not nothing.generated.any() and len(server.asked) == request_count
 
 
 @pytest.mark.parametrize(
@@ -180,8 +180,8 @@ def changed(reply: dict[str, Any], **fields: Any) -> dict[str, Any]:
     """A reply with fields of its choice, or of the choice's logprobs, changed."""
     choice = reply["choices"][0]
     for name, value in fields.items():
-        held = choice["logprobs"] if name in choice["logprobs"] else choice
-        held[name] = value(held[name]) if callable(value) else value
+        section = choice["logprobs"] if name in choice["logprobs"] else choice
+        section[name] = value(section[name]) if callable(value) else value
     return reply
 
 
@@ -223,8 +223,8 @@ def test_the_tokens_that_could_be_drawn_must_be_known(policy, server, top, messa
     server.alter = lambda reply: changed(reply, top_logprobs=top)
     sampling, stopping = Sampling(top_k=2), StoppingCriteria(max_new_tokens=3, eos_ids=())
     if message is None:  # two that lead and 62 that tie with the second
-        kept = drawn(source, sampling, stopping, ["a"]).kept
-        assert kept is not None and kept.count.unique().tolist() == [64]
+        token_sets = drawn(source, sampling, stopping, ["a"]).kept
+        assert token_sets is not None and token_sets.count.unique().tolist() == [64]
         return
     with pytest.raises(ServerError, match=message):
         drawn(source, sampling, stopping, ["a"], num_generations=1)
@@ -304,7 +304,7 @@ def test_what_is_no_address_is_refused_and_hides_its_password(policy, url) -> No
 
 
 def moved(amount: float, tmp_path) -> CausalLMPolicy:
-    """A policy whose adapter is not nothing any more, saved."""
+    """A policy whose adapter changes its output, saved."""
     policy = tiny_policy(lora=text_lora(rank=2))
     torch.manual_seed(5)
     with torch.no_grad():
@@ -321,11 +321,11 @@ def test_an_adapter_is_loaded_under_a_name_of_its_own(tmp_path) -> None:
         assert gap(drawn(source), first) > 0.02, "not there yet"
         name = source.sync(tmp_path / "one")
         assert name == source.model and name.startswith("visalign-") and list(server.adapters) == [name]
-        found = drawn(source)
+        rollout = drawn(source)
         assert {body["model"] for body in server.completions[-12:]} == {name}
-        assert gap(found, first) < 1e-4
-        asked = len(server.asked)
-        assert source.sync(tmp_path / "one") == name and len(server.asked) == asked, "the same bytes"
+        assert gap(rollout, first) < 1e-4
+        request_count = len(server.asked)
+        assert source.sync(tmp_path / "one") == name and len(server.asked) == request_count, "the same bytes"
         other = source.sync(tmp_path / "two")
         assert other != name and list(server.adapters) == [other], "the one before is unloaded"
         assert gap(drawn(source), second) < 1e-4

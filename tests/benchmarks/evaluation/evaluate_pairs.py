@@ -22,7 +22,7 @@ from visalign.evaluation.rewards.judged_pairs import IntervalSettings
 from visalign.pipelines.evaluate.job import evaluate
 
 LIMIT = 20.0
-"""Seconds that the whole may take."""
+"""Seconds that an evaluation may take."""
 
 
 def write_pairs(path: Path, count: int, prompts: int, seed: int = 0) -> Path:
@@ -64,22 +64,22 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=20_000)
     parser.add_argument("--prompts", type=int, default=4_000)
     parser.add_argument("--resamples", type=int, default=1_000)
-    given = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        source = write_pairs(Path(folder) / "pairs.jsonl", given.pairs, given.prompts)
+        source = write_pairs(Path(folder) / "pairs.jsonl", options.pairs, options.prompts)
         for columns in (("good",), ("good", "poor")):
             start = time.perf_counter()
             result = evaluate(
                 str(source),
                 columns=columns,
                 output=Path(folder) / "-".join(columns),
-                settings=IntervalSettings(resamples=given.resamples),
+                settings=IntervalSettings(resamples=options.resamples),
             )
             seconds = time.perf_counter() - start
             number = result["judges"][0]["agreement"]["half_credit"]["micro"]
             verdict = "within" if seconds <= LIMIT else "ABOVE"
             print(
-                f"{given.pairs} pairs, {given.prompts} prompts, {given.resamples} draws, {len(columns)} judges: "
+                f"{options.pairs} pairs, {options.prompts} prompts, {options.resamples} draws, {len(columns)} judges: "
                 f"{seconds:.1f} s ({verdict} {LIMIT:.0f} s); accuracy {number['estimate']:.4f} [{number['low']:.4f}, "
                 f"{number['high']:.4f}]"
             )

@@ -52,10 +52,10 @@ TOGETHER = "together"
 class Shared:
     """Standard normal numbers of which a share of the variance is the prompt's."""
 
-    def __init__(self, rng: np.random.Generator, prompts: int, each: int, share: float = 0.5) -> None:
-        self._rng, self._prompts, self._each = rng, prompts, each
-        self._share = share if each > 1 else 0.0
-        self.index = np.repeat(np.arange(prompts), each)
+    def __init__(self, rng: np.random.Generator, prompts: int, size: int, share: float = 0.5) -> None:
+        self._rng, self._prompts, self._each = rng, prompts, size
+        self._share = share if size > 1 else 0.0
+        self.index = np.repeat(np.arange(prompts), size)
 
     def __call__(self) -> Array:
         common = self._rng.normal(size=self._prompts)[self.index]
@@ -69,40 +69,40 @@ STRENGTH = (0.6, 0.0, -0.6)
 """Of three generators."""
 
 
-def voted(rng: np.random.Generator, prompts: int, each: int) -> tuple[Index, Index, Array, Array, Array, Array]:
+def voted(rng: np.random.Generator, prompts: int, size: int) -> tuple[Index, Index, Array, Array, Array, Array]:
     """Prompts [N], generators [N, 2], the first judge's deviations and margins, the second's margins [N], and
     what five annotators say [N, 5]: noise differs between pairs, and the first judge knows it.
     """
-    draw = Shared(rng, prompts, each)
-    made = rng.integers(0, 3, (len(draw.index), 2))
-    gap = np.array(STRENGTH)[made[:, 0]] - np.array(STRENGTH)[made[:, 1]]
+    draw = Shared(rng, prompts, size)
+    models = rng.integers(0, 3, (len(draw.index), 2))
+    gap = np.array(STRENGTH)[models[:, 0]] - np.array(STRENGTH)[models[:, 1]]
     std = np.exp(0.5 * draw())
     true = gap + 1.2 * draw() * np.exp(0.4 * draw())
     margin = np.round(true + std * draw(), 1)
     other = true + 1.5 * draw()
-    seen = true[:, None] + std[:, None] * np.array(VOTERS) * np.stack([draw() for _ in VOTERS], axis=1)
-    said = np.where(np.abs(seen) < 0.2, 0.5, np.where(seen > 0, 1.0, 0.0))
-    return draw.index, made, std, margin, other, said
+    noisy = true[:, None] + std[:, None] * np.array(VOTERS) * np.stack([draw() for _ in VOTERS], axis=1)
+    votes = np.where(np.abs(noisy) < 0.2, 0.5, np.where(noisy > 0, 1.0, 0.0))
+    return draw.index, models, std, margin, other, votes
 
 
-def shares(rng: np.random.Generator, prompts: int, settings: IntervalSettings, *, each: int) -> dict[str, Any]:
+def shares(rng: np.random.Generator, prompts: int, settings: IntervalSettings, *, size: int) -> dict[str, Any]:
     """The accuracies of `pairs` alone, under policies without a threshold and in slices: cheap."""
-    index, made, _, margin, _, said = voted(rng, prompts, each)
+    index, models, _, margin, _, votes = voted(rng, prompts, size)
     table = RatioTable(index, prompts)
     for name, policy in POLICIES.items():
         if not policy.has_threshold:
-            table.add(name, *policy_credit(name, margin, said.mean(1)))
-    credit, count = policy_credit(HEADLINE, margin, said.mean(1))
-    parts = {f"generator {g}": (made == g).any(1) for g in range(3)}
-    parts |= {"one generator": made[:, 0] == made[:, 1], "two generators": made[:, 0] != made[:, 1]}
+            table.add(name, *policy_credit(name, margin, votes.mean(1)))
+    credit, count = policy_credit(HEADLINE, margin, votes.mean(1))
+    parts = {f"generator {g}": (models == g).any(1) for g in range(3)}
+    parts |= {"one generator": models[:, 0] == models[:, 1], "two generators": models[:, 0] != models[:, 1]}
     for name, rows in parts.items():
         table.add(name, credit * rows, count * rows)
-    return {str(key): found.to_dict() for key, found in table.intervals(**settings.drawing()).items()}
+    return {str(key): interval.to_dict() for key, interval in table.intervals(**settings.drawing()).items()}
 
 
-def two_judges(rng: np.random.Generator, prompts: int, each: int) -> tuple[PreferenceSet, PairScores, PairScores]:
+def two_judges(rng: np.random.Generator, prompts: int, size: int) -> tuple[PreferenceSet, PairScores, PairScores]:
     """Votes of five annotators, and two judges of them."""
-    index, made, std, margin, other, said = voted(rng, prompts, each)
+    index, models, std, margin, other, votes = voted(rng, prompts, size)
     n = len(index)
     records = PreferenceSet(
         name="pairs",
@@ -114,11 +114,11 @@ def two_judges(rng: np.random.Generator, prompts: int, each: int) -> tuple[Prefe
                 label=float(row.mean()),
                 votes=tuple(int((row == vote).sum()) for vote in (1.0, 0.0, 0.5)),  # pyright: ignore[reportArgumentType]
                 ballots=tuple((f"annotator {v}", float(vote)) for v, vote in enumerate(row)),
-                generator_left=f"generator {made[k, 0]}",
-                generator_right=f"generator {made[k, 1]}",
+                generator_left=f"generator {models[k, 0]}",
+                generator_right=f"generator {models[k, 1]}",
                 category="ab"[index[k] % 2],
             )
-            for k, row in enumerate(said)
+            for k, row in enumerate(votes)
         ),
     )
     zeros, half = np.zeros(n), std / np.sqrt(2)
@@ -126,31 +126,31 @@ def two_judges(rng: np.random.Generator, prompts: int, each: int) -> tuple[Prefe
     return records, one, from_scores("two", "logit", other, zeros)
 
 
-def pairs(rng: np.random.Generator, prompts: int, settings: IntervalSettings, *, each: int) -> dict[str, Any]:
-    """All that is said of a judge of pairs, and of two."""
-    records, one, two = two_judges(rng, prompts, each)
+def pairs(rng: np.random.Generator, prompts: int, settings: IntervalSettings, *, size: int) -> dict[str, Any]:
+    """All numbers on a judge of pairs, and on two."""
+    records, one, two = two_judges(rng, prompts, size)
     report = evaluate_preferences(records, one, settings)
     return report | {"comparison": compare_on_preferences(records, one, two, settings)}
 
 
-def people(rng: np.random.Generator, prompts: int, settings: IntervalSettings, *, each: int) -> dict[str, Any]:
+def people(rng: np.random.Generator, prompts: int, settings: IntervalSettings, *, size: int) -> dict[str, Any]:
     """What `pairs` has on people's votes and on the std alone: cheaper."""
-    records, one, _ = two_judges(rng, prompts, each)
-    judged = judged_pairs(records, one)
-    return {"people": people_numbers(judged, settings), "std": std_numbers(judged, settings)}
+    records, one, _ = two_judges(rng, prompts, size)
+    scored_pairs = judged_pairs(records, one)
+    return {"people": people_numbers(scored_pairs, settings), "std": std_numbers(scored_pairs, settings)}
 
 
-def ratings(rng: np.random.Generator, prompts: int, each: int) -> tuple[Array, Array, Array, NDArray]:
+def ratings(rng: np.random.Generator, prompts: int, size: int) -> tuple[Array, Array, Array, NDArray]:
     """Opinions, two judges' scores, prompts: the first judge is right but for a curve and noise."""
-    draw = Shared(rng, prompts, each)
+    draw = Shared(rng, prompts, size)
     good = draw()
     mos = 1 + 4 * special.expit(1.5 * good + 0.2) + 0.3 * draw()
     return mos, good + 0.8 * draw(), good + 1.5 * draw(), draw.index
 
 
-def quality(rng: np.random.Generator, prompts: int, settings: IntervalSettings, *, each: int) -> dict[str, Any]:
+def quality(rng: np.random.Generator, prompts: int, settings: IntervalSettings, *, size: int) -> dict[str, Any]:
     """Two judges on mean opinion scores."""
-    mos, x, other, index = ratings(rng, prompts, each)
+    mos, x, other, index = ratings(rng, prompts, size)
     records = QualitySet(
         name="quality",
         records=tuple(
@@ -163,38 +163,38 @@ def quality(rng: np.random.Generator, prompts: int, settings: IntervalSettings, 
     return report | {"comparison": compare_on_quality(records, one, two, settings)}
 
 
-def agree(rng: np.random.Generator, prompts: int, settings: IntervalSettings, *, each: int) -> dict[str, Any]:
+def agree(rng: np.random.Generator, prompts: int, settings: IntervalSettings, *, size: int) -> dict[str, Any]:
     """How far two rewards agree."""
-    _, x, other, index = ratings(rng, prompts, each)
-    (found,) = agreement(
+    _, x, other, index = ratings(rng, prompts, size)
+    (row,) = agreement(
         ["one", "two"], np.stack([x, other]), [str(k) for k in index], seed=settings.seed, resamples=settings.resamples
     )
-    return found
+    return row
 
 
-def heldout(rng: np.random.Generator, prompts: int, settings: IntervalSettings, *, each: int) -> dict[str, Any]:
+def heldout(rng: np.random.Generator, prompts: int, settings: IntervalSettings, *, size: int) -> dict[str, Any]:
     """Right and wrong images of a model before and after training, the same seeds of each prompt."""
-    draw = Shared(rng, prompts, each)
+    draw = Shared(rng, prompts, size)
     before, after = draw() > 0.3, draw() > -0.5
     change = paired_bootstrap(before, after, draw.index, **settings.drawing())
-    found = {"before": share_interval(before, draw.index), "after": share_interval(after, draw.index)}
-    return {name: number.to_dict() for name, number in (found | {"change": change}).items()}
+    accuracies = {"before": share_interval(before, draw.index), "after": share_interval(after, draw.index)}
+    return {name: number.to_dict() for name, number in (accuracies | {"change": change}).items()}
 
 
 NOISES = (0.8, 1.2, 1.5, 2.0)
 """Of four judges that are compared and stacked."""
 
 
-def judges_pairs(rng: np.random.Generator, prompts: int, settings: IntervalSettings, *, each: int) -> dict[str, Any]:
+def judges_pairs(rng: np.random.Generator, prompts: int, settings: IntervalSettings, *, size: int) -> dict[str, Any]:
     """Four judges and their stack on the majority of three votes: all together, and the stack by itself."""
-    draw = Shared(rng, prompts, each)
+    draw = Shared(rng, prompts, size)
     true = 1.2 * draw()
-    said = np.mean([true + draw() > 0 for _ in range(3)], axis=0)
+    labels = np.mean([true + draw() > 0 for _ in range(3)], axis=0)
     records = PreferenceSet(
         name="pairs",
         pairs=tuple(
             PreferencePair(prompt=f"prompt {g}", image_left=f"{k}a", image_right=f"{k}b", label=float(share))
-            for k, (g, share) in enumerate(zip(draw.index, said, strict=True))
+            for k, (g, share) in enumerate(zip(draw.index, labels, strict=True))
         ),
     )
     zeros = np.zeros(len(true))
@@ -205,9 +205,9 @@ def judges_pairs(rng: np.random.Generator, prompts: int, settings: IntervalSetti
     return _together(records, judges, settings) | {"fused": {"accuracy": own, "over the best": over}}
 
 
-def judges_quality(rng: np.random.Generator, prompts: int, settings: IntervalSettings, *, each: int) -> dict[str, Any]:
+def judges_quality(rng: np.random.Generator, prompts: int, settings: IntervalSettings, *, size: int) -> dict[str, Any]:
     """Four judges and their stack on mean opinion scores."""
-    draw = Shared(rng, prompts, each)
+    draw = Shared(rng, prompts, size)
     good = draw()
     mos = 1 + 4 * special.expit(1.5 * good + 0.2) + 0.3 * draw()
     records = QualitySet(
@@ -237,16 +237,16 @@ MAKES: dict[str, Callable[..., dict[str, Any]]] = {
 SIZES = {"independent": (1, 240), "clustered": (4, 60), "independent30": (1, 30), "clustered30": (4, 30)}
 """Pairs or images of a prompt, prompts."""
 WORLDS: dict[str, tuple[str, int, int]] = {
-    f"{name}-{kind}": (name, each, 100 if (name, kind) == ("heldout", "clustered") else prompts)
+    f"{name}-{kind}": (name, size, 100 if (name, kind) == ("heldout", "clustered") else prompts)
     for name in MAKES
-    for kind, (each, prompts) in SIZES.items()
+    for kind, (size, prompts) in SIZES.items()
     if name == "quality" or not kind.endswith("30")
 }
 """Name -> what is simulated, pairs or images of a prompt, prompts."""
 
 
 def intervals(entry: Any, path: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Every interval of a report by its place."""
+    """Every interval of a report by its path."""
     if isinstance(entry, Mapping):
         if {"estimate", "low", "high"} <= set(entry):
             yield path, entry
@@ -259,41 +259,41 @@ def intervals(entry: Any, path: str = "") -> Iterator[tuple[str, Mapping[str, An
 
 
 @cache
-def truths(name: str, each: int) -> dict[str, float]:
-    """Place of an interval -> its mean estimate over the large sets."""
-    large, settings = (20_000 if name == "heldout" else LARGE) // each, IntervalSettings(resamples=100)
+def truths(name: str, size: int) -> dict[str, float]:
+    """Path of an interval -> its mean estimate over the large sets."""
+    large, settings = (20_000 if name == "heldout" else LARGE) // size, IntervalSettings(resamples=100)
     estimates: dict[str, list[float]] = defaultdict(list)
     for seed in range(10**6, 10**6 + TRUTHS):
-        report = MAKES[name](np.random.default_rng(seed), large, settings, each=each)
-        for place, number in intervals(report):
+        report = MAKES[name](np.random.default_rng(seed), large, settings, size=size)
+        for path, number in intervals(report):
             if number["estimate"] is not None:
-                estimates[place].append(number["estimate"])
-    return {place: float(np.mean(values)) for place, values in estimates.items()}
+                estimates[path].append(number["estimate"])
+    return {path: float(np.mean(values)) for path, values in estimates.items()}
 
 
 def coverage(world: str, sets: int, *, first: int = 0, resamples: int = RESAMPLES) -> dict[str, tuple[float, int]]:
-    """Place of an interval -> (share of sets whose interval holds the truth, of how many that have one).
+    """Path of an interval -> (share of sets whose interval holds the truth, of how many that have one).
 
     Set `n` is drawn from the seed `first` + n.
     """
-    name, each, prompts = WORLDS[world]
-    truth = dict(truths(name, each))
-    found: dict[str, list[Mapping[str, float]]] = defaultdict(list)
+    name, size, prompts = WORLDS[world]
+    truth = dict(truths(name, size))
+    by_path: dict[str, list[Mapping[str, float]]] = defaultdict(list)
     for seed in range(first, first + sets):
         settings = IntervalSettings(seed=seed, resamples=resamples)
-        for place, number in intervals(MAKES[name](np.random.default_rng(seed), prompts, settings, each=each)):
-            if number["low"] is not None and place in truth:
-                found[place].append(number)
-    for place in found:
-        if place.startswith(OF_THEIR_SIZE):
-            truth[place] = float(np.mean([number["estimate"] for number in found[place]]))
-    held = {
-        place: [number["low"] <= truth[place] <= number["high"] for number in numbers]
-        for place, numbers in found.items()
+        for path, number in intervals(MAKES[name](np.random.default_rng(seed), prompts, settings, size=size)):
+            if number["low"] is not None and path in truth:
+                by_path[path].append(number)
+    for path in by_path:
+        if path.startswith(OF_THEIR_SIZE):
+            truth[path] = float(np.mean([number["estimate"] for number in by_path[path]]))
+    covered = {
+        path: [number["low"] <= truth[path] <= number["high"] for number in numbers]
+        for path, numbers in by_path.items()
     }
-    if rows := [held.pop(place) for place in list(held) if place.startswith(TOGETHER)]:
-        held[TOGETHER] = list(np.all(rows, axis=0))
-    return {place: (float(np.mean(values)), len(values)) for place, values in held.items()}
+    if rows := [covered.pop(path) for path in list(covered) if path.startswith(TOGETHER)]:
+        covered[TOGETHER] = list(np.all(rows, axis=0))
+    return {path: (float(np.mean(values)), len(values)) for path, values in covered.items()}
 
 
 def main() -> None:
@@ -305,16 +305,16 @@ def main() -> None:
     parser.add_argument("--worlds", nargs="*", default=list(WORLDS), choices=list(WORLDS))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    found = {}
+    coverages = {}
     for world in options.worlds:
-        found[world] = coverage(world, options.sets, first=options.first, resamples=options.resamples)
-        values = [share for share, _ in found[world].values()]
+        coverages[world] = coverage(world, options.sets, first=options.first, resamples=options.resamples)
+        values = [share for share, _ in coverages[world].values()]
         print(f"{world}: {len(values)} intervals, coverage {min(values):.3f} to {max(values):.3f}")
-        for place, (share, count) in found[world].items():
+        for path, (share, count) in coverages[world].items():
             odd = " *" if not 0.93 <= share <= 0.97 else ""
-            print(f"    {share:.3f} of {count:3d}  {place}{odd}", flush=True)
+            print(f"    {share:.3f} of {count:3d}  {path}{odd}", flush=True)
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
+        options.json.write_text(json.dumps(coverages, indent=1))
 
 
 if __name__ == "__main__":

@@ -89,12 +89,12 @@ def simulate(judge: Judge, size: int, budget: float, method: Method, seed: int) 
     full, both = (win_rates(p, prob[p[:, 0], p[:, 1]], size) for p in (once, twice))
 
     calls = int(budget * len(pairs))
-    asked = torch.zeros(0, 2, dtype=torch.int64)
-    fit = fit_ranking(asked, prob[asked[:, 0], asked[:, 1]], size, model=model)
-    while len(asked) < calls:
-        new = next_pairs(fit, asked, min(size // 2, calls - len(asked)), method=method)
-        asked = torch.cat([asked, new])
-        fit = fit_ranking(asked, prob[asked[:, 0], asked[:, 1]], size, model=model)
+    judged_pairs = torch.zeros(0, 2, dtype=torch.int64)
+    fit = fit_ranking(judged_pairs, prob[judged_pairs[:, 0], judged_pairs[:, 1]], size, model=model)
+    while len(judged_pairs) < calls:
+        new = next_pairs(fit, judged_pairs, min(size // 2, calls - len(judged_pairs)), method=method)
+        judged_pairs = torch.cat([judged_pairs, new])
+        fit = fit_ranking(judged_pairs, prob[judged_pairs[:, 0], judged_pairs[:, 1]], size, model=model)
     low, high = fit.interval(0.9)
     off = ~torch.eye(size, dtype=torch.bool)
     return {
@@ -105,7 +105,7 @@ def simulate(judge: Judge, size: int, budget: float, method: Method, seed: int) 
         "truth": spearman(fit.score, true),
         "full_truth": spearman(full, true),
         "cover": float(((low <= true) & (true <= high)).double().mean()),
-        "calls": float(len(asked)),
+        "calls": float(len(judged_pairs)),
     }
 
 
@@ -126,17 +126,17 @@ def ask(name: str, size: int, budget: float, method: Method, seed: int) -> dict[
     twice = torch.cat([once, once.flip(1)])
     prob = judge.compare_pairs(images, twice, [record["prompt"]] * size).prob.double()
     full, both = win_rates(once, prob[: len(once)], size), win_rates(twice, prob, size)
-    found = rank(images, record["prompt"], judge, budget=budget, method=method)
+    ranking = rank(images, record["prompt"], judge, budget=budget, method=method)
     answers, clear = prob > 0.5, true[twice[:, 0]] != true[twice[:, 1]]
     return {
         "accuracy": float((answers == (true[twice[:, 0]] > true[twice[:, 1]]))[clear].double().mean()),
         "swap": float((answers[: len(once)] != answers[len(once) :]).double().mean()),
-        "full": spearman(found.score, full),
-        "both": spearman(found.score, both),
-        "truth": spearman(found.score, true),
+        "full": spearman(ranking.score, full),
+        "both": spearman(ranking.score, both),
+        "truth": spearman(ranking.score, true),
         "full_truth": spearman(full, true),
         "cover": float("nan"),
-        "calls": float(found.calls),
+        "calls": float(ranking.calls),
     }
 
 
@@ -167,12 +167,12 @@ def peer(name: str, prob: Tensor, calls: int, seed: int) -> Tensor:
 
     # a game's noise and the spread of the scores in one unit, as in the simulation
     world: Any = trueskill.TrueSkill(mu=0, sigma=2, beta=1.2, tau=0, draw_probability=0)
-    ratings, seen = [world.create_rating() for _ in range(size)], np.zeros((size, size))
+    ratings, played = [world.create_rating() for _ in range(size)], np.zeros((size, size))
     for _ in range(calls):
         quality = np.array([[world.quality_1vs1(a, b) for b in ratings] for a in ratings])
-        i, j = np.unravel_index(np.argmax(quality - 10 * seen - 100 * np.eye(size)), seen.shape)
+        i, j = np.unravel_index(np.argmax(quality - 10 * played - 100 * np.eye(size)), played.shape)
         i, j = (i, j) if rng.random() < 0.5 else (j, i)
-        seen[i, j] = seen[j, i] = 1
+        played[i, j] = played[j, i] = 1
         better, worse = (i, j) if won[i, j] else (j, i)
         ratings[better], ratings[worse] = world.rate_1vs1(ratings[better], ratings[worse])
     return torch.tensor([rating.mu for rating in ratings]).double()
@@ -185,10 +185,10 @@ def compare_peers(groups: int, size: int, budget: float, seed: int) -> None:
     for judge in (j for j in JUDGES if j.answers == "votes"):
         rows: list[list[float]] = []
         for number in range(seed, seed + groups):
-            found = simulate(judge, size, budget, "active", number)
+            measures = simulate(judge, size, budget, "active", number)
             true, odds = simulated_odds(judge, size, number)
-            others = [spearman(peer(n, odds.sigmoid(), int(found["calls"]), number), true) for n in names[1:-1]]
-            rows.append([found["accuracy"], found["truth"], *others, found["full_truth"]])
+            peers = [spearman(peer(n, odds.sigmoid(), int(measures["calls"]), number), true) for n in names[1:-1]]
+            rows.append([measures["accuracy"], measures["truth"], *peers, measures["full_truth"]])
         mean = torch.tensor(rows).double().mean(0).tolist()
         print(f"| {mean[0]:.2f} | " + " | ".join(f"{value:.3f}" for value in mean[1:]) + " |", flush=True)
 
@@ -213,9 +213,9 @@ def main() -> None:
     judges = JUDGES if options.judge is None else (options.judge,)
     for judge in judges:
         for method in options.methods:
-            one = partial(ask, judge) if isinstance(judge, str) else partial(simulate, judge)
+            measure = partial(ask, judge) if isinstance(judge, str) else partial(simulate, judge)
             seeds = range(options.seed, options.seed + options.groups)
-            rows = [one(options.size, options.budget, method, seed) for seed in seeds]
+            rows = [measure(options.size, options.budget, method, seed) for seed in seeds]
             columns = {key: torch.tensor([row[key] for row in rows]).double() for key in rows[0]}
             mean = {key: float(values.mean()) for key, values in columns.items()}
             settings = (

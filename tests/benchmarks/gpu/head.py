@@ -20,9 +20,9 @@ from visalign.core import fused_log_prob_entropy
 
 
 def milliseconds(function: Callable[[], None], repeats: int) -> tuple[float, float]:
-    """Return the median time of a call and the MiB that it takes at most beyond what was held."""
+    """Return the median time of a call, and its peak memory above the baseline in MiB."""
     cuda = torch.cuda.is_available()
-    times, held = [], torch.cuda.memory_allocated() if cuda else 0
+    times, baseline = [], torch.cuda.memory_allocated() if cuda else 0
     for _ in range(repeats + 2):
         if cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -32,7 +32,7 @@ def milliseconds(function: Callable[[], None], repeats: int) -> tuple[float, flo
         if cuda:
             torch.cuda.synchronize()
         times.append(1e3 * (time.perf_counter() - start))
-    peak = torch.cuda.max_memory_allocated() - held if cuda else 0
+    peak = torch.cuda.max_memory_allocated() - baseline if cuda else 0
     return statistics.median(times[2:]), peak / 2**20
 
 

@@ -42,15 +42,15 @@ torch.set_default_dtype(torch.float32)
 processor.image_processor.patch_size = 14
 processor.image_processor.size = SizeDict(shortest_edge=448 * 448, longest_edge=448 * 448)
 prompts = [f"a red circle and {number} blue squares" for number in range(count)]
-for tokens, place in itertools.product(options.max_tokens, dict.fromkeys((device, "cpu"))):
+for tokens, location in itertools.product(options.max_tokens, dict.fromkeys((device, "cpu"))):
     engine = VisionLanguageEngine(model, processor, settings=JudgeSettings(), max_tokens_per_batch=tokens)
     reward, seconds, profile = RewardDance(engine, min_mass=0.0), [], cProfile.Profile()
-    batches = [torch.rand(count, 3, 512, 512, device=device).to(place) for _ in range(6)]
+    batches = [torch.rand(count, 3, 512, 512, device=device).to(location) for _ in range(6)]
     for images in batches[:4]:
         start = time.perf_counter()
         assert bool(reward.score(images, prompts).valid.all())
         seconds.append(time.perf_counter() - start)
-    row = {"tokens a batch": tokens, "images on": place, "images/s": count / statistics.median(seconds[1:])}
+    row = {"tokens a batch": tokens, "images on": location, "images/s": count / statistics.median(seconds[1:])}
     print(json.dumps(row), flush=True)
     if not options.profile:
         continue

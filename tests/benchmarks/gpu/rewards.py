@@ -72,13 +72,13 @@ def main() -> None:
         reward = ClipScore(parts, device=device, precision=precision)  # pyright: ignore[reportArgumentType]
         count = options.images if precision == "bf16" else options.images // 4
         images = torch.rand(count, 3, 512, 512, device=device)
-        for place in (device, "cpu"):
-            batch, seconds = images.to(place), []
+        for location in (device, "cpu"):
+            batch, seconds = images.to(location), []
             for i in range(3):
                 start = time.perf_counter()
                 reward.score(batch * (1 - 0.01 * i), [f"a red circle {j % 64}" for j in range(count)])
                 seconds.append(time.perf_counter() - start)
-            row = {"precision": precision, "images on": place, "images/s": count / statistics.median(seconds[1:])}
+            row = {"precision": precision, "images on": location, "images/s": count / statistics.median(seconds[1:])}
             print(json.dumps(row), flush=True)
         if precision == "bf16" and options.files:
             with tempfile.TemporaryDirectory() as folder:

@@ -45,15 +45,15 @@ def run(checkout: Path, options: argparse.Namespace, folder: Path) -> tuple[list
     command = [sys.executable, "-c", TRAIN, "wall" if options.wall else "cpu", "train", options.config]
     command += [*OVERRIDES, f"data.heldout={heldout}", f"run.threads={options.threads}"]
     command += [f"run.iterations={options.iterations + 1}", *options.overrides, "--output", str(output)]
-    done = subprocess.run(
+    process = subprocess.run(
         command,
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": str(options.threads)},
         capture_output=True,
         text=True,
     )
-    if done.returncode:
-        raise RuntimeError(f"{checkout}: {(done.stdout + done.stderr)[-2000:]}")
+    if process.returncode:
+        raise RuntimeError(f"{checkout}: {(process.stdout + process.stderr)[-2000:]}")
     rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()][1:]
     left_out = ("seconds/evaluation", "seconds/checkpoint")
     seconds = [row["seconds"] - sum(row.get(key) or 0.0 for key in left_out) for row in rows]
@@ -78,22 +78,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ratios: list[float] = []
     with tempfile.TemporaryDirectory() as name:
         for number in range(options.rounds):
-            found = {}
+            medians = {}
             for side in (ROOT, other) if number % 2 == 0 else (other, ROOT):
                 own, equivalents = run(side, options, Path(name))
-                found[side] = median(own)
+                medians[side] = median(own)
                 seconds[side] += own
                 passes[side] += equivalents
-            ratios.append(found[ROOT] / found[other])
-            print(f"round {number + 1}: {found[ROOT]:.2f} against {found[other]:.2f}", flush=True)
+            ratios.append(medians[ROOT] / medians[other])
+            print(f"round {number + 1}: {medians[ROOT]:.2f} against {medians[other]:.2f}", flush=True)
     kind = "wall-clock" if options.wall else "CPU"
-    for called, side in (("this", ROOT), ("other", other)):
+    for label, side in (("this", ROOT), ("other", other)):
         print(
-            f"{called}: median {median(seconds[side]):.2f} {kind} seconds an iteration, "
+            f"{label}: median {median(seconds[side]):.2f} {kind} seconds an iteration, "
             f"{median(passes[side]):.2f} forward-equivalents an image ({len(seconds[side])} iterations)"
         )
-    shown = ", ".join(f"{ratio:.3f}" for ratio in ratios)
-    print(f"ratio this / other: median {median(ratios):.3f} (rounds: {shown})")
+    by_round = ", ".join(f"{ratio:.3f}" for ratio in ratios)
+    print(f"ratio this / other: median {median(ratios):.3f} (rounds: {by_round})")
     return 0
 
 

@@ -46,7 +46,7 @@ PULLED = [
     f"brightness: {{weight: {BRIGHTNESS}}}}}, allow_mixed_units: true}}",
 ]
 GDPO = "objective.changes_for.grpo_guard={advantage: gdpo, advantage_options: {ddof: 0}}"
-# what texts had first, each against the same run without it; a reward of 0 and 1 leaves groups without signal
+# taken over from texts, each against the same run without it; a reward of 0 and 1 leaves groups without signal
 STRICT = [*SMALL, "rewards.terms.verifier.options.mode=correct"]
 DYNAMIC = "dynamic={enabled: true, max_rounds: 3}"
 PAR = "objective.changes={advantage: par, advantage_options: {k: 5}}"
@@ -109,9 +109,9 @@ WITHOUT = {
 def overrides_for(name: str, seed: int, budget: float) -> tuple[str, list[str], int]:
     """(configuration, overrides, iterations) of a run that costs at most `budget` forward-equivalents."""
     base, changes = ROWS[name]
-    looked_at = "evaluation.rewards={shapes_verifier: {}, clip_score: {}, sharpness: {}, brightness: {}}"
-    asked = [
-        looked_at,
+    evaluation = "evaluation.rewards={shapes_verifier: {}, clip_score: {}, sharpness: {}, brightness: {}}"
+    overrides = [
+        evaluation,
         f"seed={seed}",
         "evaluation.every=0",
         "run.max_seconds=null",
@@ -121,27 +121,27 @@ def overrides_for(name: str, seed: int, budget: float) -> tuple[str, list[str], 
     ]
     iterations = 1
     while True:  # a row may cost more in its first iterations: the mean over the run is what counts
-        tried = [*asked, f"run.iterations={iterations + 1}"]
-        found = plan(load_config(FlowGRPOConfig, resolve_config(base), tried), measure=False)
-        if found["batch"]["images"] * found["cost"]["forward_equivalents_per_image"] > budget:
+        candidate = [*overrides, f"run.iterations={iterations + 1}"]
+        cost_plan = plan(load_config(FlowGRPOConfig, resolve_config(base), candidate), measure=False)
+        if cost_plan["batch"]["images"] * cost_plan["cost"]["forward_equivalents_per_image"] > budget:
             break
         iterations += 1
-    updates = found["batch"]["updates_per_iteration"]
+    updates = cost_plan["batch"]["updates_per_iteration"]
     rate = ["optimizer.decay=cosine", f"optimizer.decay_updates={iterations * updates}"]
-    return base, [*asked, f"run.iterations={iterations}", *rate], iterations
+    return base, [*overrides, f"run.iterations={iterations}", *rate], iterations
 
 
 def train(name: str, seed: int, budget: float, folder: Path) -> None:
-    """One run by the command that a user gives; nothing where its summary is there."""
+    """Train by the command that a user gives, unless the run has a summary."""
     if (folder / "summary.json").is_file():
         return
-    base, asked, _ = overrides_for(name, seed, budget)
-    command = [sys.executable, "-m", "visalign", "train", base, *asked, "--output", str(folder)]
+    base, overrides, _ = overrides_for(name, seed, budget)
+    command = [sys.executable, "-m", "visalign", "train", base, *overrides, "--output", str(folder)]
     if folder.is_dir():
         command.append("--resume")
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        print(f"{name}, seed {seed}: {done.stderr[-1500:]}", flush=True)
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if process.returncode:
+        print(f"{name}, seed {seed}: {process.stderr[-1500:]}", flush=True)
 
 
 def variety(folder: Path) -> float:
@@ -161,9 +161,9 @@ def variety(folder: Path) -> float:
         records = prepare(config, 1).heldout[::8][:24]
         settings = SampleSettings(lora=[folder / "lora"], seeds=range(8), batch_size=96)
         judge: Any = load_reward("clip_score")
-        with tempfile.TemporaryDirectory() as there:
-            rows = sample_images(records, settings, Path(there))
-            samples = [np.asarray(Image.open(Path(there) / row["image"])) for row in rows]
+        with tempfile.TemporaryDirectory() as scratch:
+            rows = sample_images(records, settings, Path(scratch))
+            samples = [np.asarray(Image.open(Path(scratch) / row["image"])) for row in rows]
             images = torch.from_numpy(np.stack(samples)).permute(0, 3, 1, 2).float() / 255
         with torch.no_grad():
             features = judge.towers.image_features_with_gradient(images)
@@ -174,18 +174,18 @@ def variety(folder: Path) -> float:
 
 def numbers(folders: dict[str, list[Path]]) -> dict[str, dict[str, list[float]]]:
     """Of each row that was run, a list by seed: accuracy before and after, and what the training cost."""
-    found: dict[str, dict[str, list[float]]] = {}
+    results: dict[str, dict[str, list[float]]] = {}
     for name, runs in folders.items():
-        done = [run for run in runs if (run / "summary.json").is_file()]
-        said = [json.loads((run / "summary.json").read_text()) for run in done]
-        if done:
-            found[name] = {
-                "before": [round(one["before"]["accuracy"], 4) for one in said],
-                "after": [round(one["after"]["accuracy"], 4) for one in said],
-                "forward_equivalents": [round(one["images"] * one["forward_equivalents_per_image"]) for one in said],
-                "seconds": [fastest(read_rows(run / "metrics.jsonl")) for run in done],
+        finished = [run for run in runs if (run / "summary.json").is_file()]
+        summaries = [json.loads((run / "summary.json").read_text()) for run in finished]
+        if finished:
+            results[name] = {
+                "before": [round(s["before"]["accuracy"], 4) for s in summaries],
+                "after": [round(s["after"]["accuracy"], 4) for s in summaries],
+                "forward_equivalents": [round(s["images"] * s["forward_equivalents_per_image"]) for s in summaries],
+                "seconds": [fastest(read_rows(run / "metrics.jsonl")) for run in finished],
             }
-    return found
+    return results
 
 
 def fastest(rows: list[dict[str, float]]) -> int:
@@ -200,25 +200,25 @@ def table(folders: dict[str, list[Path]]) -> str:
         "| CLIP score | sharpness | brightness | variety |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    found = []
+    rows = []
     for name, runs in folders.items():
-        done = [run for run in runs if (run / "summary.json").is_file()]
-        if not done:
+        finished = [run for run in runs if (run / "summary.json").is_file()]
+        if not finished:
             continue
-        said = [json.loads((run / "summary.json").read_text()) for run in done]
-        columns = {**numbers({name: done})[name], "variety": [variety(run) for run in done]}
+        summaries = [json.loads((run / "summary.json").read_text()) for run in finished]
+        columns = {**numbers({name: finished})[name], "variety": [variety(run) for run in finished]}
         right = columns["after"]
         for key in ("clip_score", "sharpness", "brightness"):
-            columns[key] = [one["after"]["rewards"][key]["mean"] for one in said]
+            columns[key] = [s["after"]["rewards"][key]["mean"] for s in summaries]
         mean = {key: statistics.mean(values) for key, values in columns.items()}
         seeds = ", ".join(f"{value:.3f}" for value in right)
         line = (
-            f"| {name} | **{statistics.mean(right):.3f}** ({seeds}) | {said[0]['iterations']} "
+            f"| {name} | **{statistics.mean(right):.3f}** ({seeds}) | {summaries[0]['iterations']} "
             f"| {mean['forward_equivalents']:,.0f} | {min(columns['seconds'])} | {mean['clip_score']:.3f} "
             f"| {mean['sharpness']:.0f} | {mean['brightness']:.3f} | {mean['variety']:.2f} |"
         )
-        found.append((-statistics.mean(right), line))
-    return "\n".join([*lines, *(line for _, line in sorted(found))])
+        rows.append((-statistics.mean(right), line))
+    return "\n".join([*lines, *(line for _, line in sorted(rows))])
 
 
 def leads(folders: dict[str, list[Path]]) -> str:
@@ -231,8 +231,8 @@ def leads(folders: dict[str, list[Path]]) -> str:
             ends = [[load_heldout(run / "after.npz") for run in side] for side in zip(*runs, strict=True)]
             prompts = [prompt for end in ends[0] for prompt in end.prompts]
             before, after = (np.concatenate([end.outcome() for end in side]) for side in ends)
-            found = paired_bootstrap(before, after, prompts, generator=torch.Generator().manual_seed(0))
-            lines.append(f"| {name} | {found.estimate:+.3f} | {found.low:+.3f} to {found.high:+.3f} |")
+            lead = paired_bootstrap(before, after, prompts, generator=torch.Generator().manual_seed(0))
+            lines.append(f"| {name} | {lead.estimate:+.3f} | {lead.low:+.3f} to {lead.high:+.3f} |")
     return "\n".join(lines)
 
 
@@ -243,17 +243,17 @@ if __name__ == "__main__":
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", nargs="+", choices=list(ROWS), default=list(ROWS), metavar="NAME")
     parser.add_argument("--numbers", type=Path, metavar="FILE", help="JSON of what the site's figure shows")
-    given = parser.parse_args()
+    options = parser.parse_args()
     runs = {
-        name: [given.output / f"{name.replace(', ', '_').replace(' ', '_')}_{seed}" for seed in given.seeds]
-        for name in given.only
+        name: [options.output / f"{name.replace(', ', '_').replace(' ', '_')}_{seed}" for seed in options.seeds]
+        for name in options.only
     }
-    for at, seed in enumerate(given.seeds):
-        for name in given.only:
-            train(name, seed, given.budget, runs[name][at])
+    for at, seed in enumerate(options.seeds):
+        for name in options.only:
+            train(name, seed, options.budget, runs[name][at])
             print(f"{name}, seed {seed}", flush=True)
     print(table(runs))
     print(leads(runs))
-    if given.numbers is not None:
-        lines = [f"{json.dumps(name)}: {json.dumps(said)}" for name, said in numbers(runs).items()]
-        given.numbers.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    if options.numbers is not None:
+        lines = [f"{json.dumps(name)}: {json.dumps(columns)}" for name, columns in numbers(runs).items()]
+        options.numbers.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")

@@ -38,7 +38,7 @@ ARMS = {"equal": f"{ROW}.signal=normalise_then_sum", "MARBLE": "objective.balanc
 def train(folder: Path, names: tuple[str, ...], arm: str, seed: int, iterations: int, bound: float) -> None:
     if (folder / "summary.json").is_file():
         return
-    some = write_rows(folder.with_name("prompts.jsonl"), heldout_prompts()[::2])
+    prompts = write_rows(folder.with_name("prompts.jsonl"), heldout_prompts()[::2])
     terms = ", ".join(f"{name}: {TERMS[name] % (1 / len(names))}" for name in names)
     levels = (
         "levels=1",
@@ -51,7 +51,7 @@ def train(folder: Path, names: tuple[str, ...], arm: str, seed: int, iterations:
         "objective.algorithm=diffusion_nft", *(f"{ROW}.{level}" for level in levels), ARMS[arm], f"seed={seed}",
         "rollout.prompts_per_iteration=8", "rollout.group_size=8", f"run.iterations={iterations}",
         f"optimizer.decay_updates={4 * iterations}", "run.max_seconds=null", "evaluation={every: 0, seeds: [0]}",
-        f"data.heldout={some}", "monitor.features=null", "-o", str(folder),
+        f"data.heldout={prompts}", "monitor.features=null", "-o", str(folder),
     )  # fmt: skip
 
 
@@ -77,20 +77,20 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=16)
     parser.add_argument("--bound", type=float, default=0.5, help="of advantages; published: 5")
     parser.add_argument("--sets", nargs="+", choices=list(SETS), default=list(SETS))
-    given = parser.parse_args()
-    for title in given.sets:
+    options = parser.parse_args()
+    for title in options.sets:
         names = SETS[title]
         print(
             f"\n| {title} | {' | '.join(names)} | the worst-off | verified accuracy | weights at the end |", flush=True
         )
         worst = {}
         for arm in ARMS:
-            folders = [given.output.resolve() / f"{title}_{arm}_{seed}" for seed in given.seeds]
-            for folder, seed in zip(folders, given.seeds, strict=True):
-                train(folder, names, arm, seed, given.iterations, given.bound)
-            found, right = (np.concatenate(part) for part in zip(*(gains(f, names) for f in folders), strict=True))
-            rows = np.random.default_rng(0).integers(len(found), size=(4000, len(found)))
-            means, value = found[rows].mean(1), found.mean(0)
+            folders = [options.output.resolve() / f"{title}_{arm}_{seed}" for seed in options.seeds]
+            for folder, seed in zip(folders, options.seeds, strict=True):
+                train(folder, names, arm, seed, options.iterations, options.bound)
+            gain, right = (np.concatenate(part) for part in zip(*(gains(f, names) for f in folders), strict=True))
+            rows = np.random.default_rng(0).integers(len(gain), size=(4000, len(gain)))
+            means, value = gain[rows].mean(1), gain.mean(0)
             worst[arm] = means.min(1), value.min()
             cells = [text(means[:, column], value[column]) for column in range(len(names))]
             cells += [text(*worst[arm]), text(right[rows].mean(1), right.mean())]

@@ -65,21 +65,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     reward = Elsewhere()
     with tempfile.TemporaryDirectory() as name:
-        runs = {way: trainer(Path(name) / way, given, reward) for way, given in WAYS.items()}
+        runs = {way: trainer(Path(name) / way, settings, reward) for way, settings in WAYS.items()}
         first, *_ = [run.iterate() for run in runs.values()]
-        made = first["seconds/rollout"] + first["seconds/decode"]
-        reward.seconds = options.judge * made / 64
+        making = first["seconds/rollout"] + first["seconds/decode"]
+        reward.seconds = options.judge * making / 64
         runs["staleness=1"].iterate()  # whose samples were judged while it did not sleep
-        found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+        times: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
         for _ in range(options.iterations):
             for way, run in runs.items():
                 begin = time.perf_counter()
                 waited = run.iterate()["seconds/reward"]
-                found[way].append((time.perf_counter() - begin, waited))
+                times[way].append((time.perf_counter() - begin, waited))
     judging = 64 * reward.seconds
-    print(f"making {made:.2f} s, judging {judging:.2f} s")
-    for way, each in found.items():
-        seconds, waiting = (median(column) for column in zip(*each, strict=True))
+    print(f"making {making:.2f} s, judging {judging:.2f} s")
+    for way, rows in times.items():
+        seconds, waiting = (median(column) for column in zip(*rows, strict=True))
         print(f"{way}: {seconds:.2f} s an iteration, waited for {waiting / judging:.0%} of the judge's time")
     return 0
 

@@ -4,7 +4,7 @@ that of the network's calls in it, on a tiny pipeline of each family.
 
     python tests/benchmarks/images/pipeline_call.py [FAMILY ...]
 
-It is the Python of the pipeline's call, which does not grow with the model; at most 3 ms is wanted. Medians
+It is the Python of the pipeline's call, which does not grow with the model; the aim is at most 3 ms. Medians
 over the rounds are printed. Edits go through two calls here, one for each source.
 """
 
@@ -43,16 +43,16 @@ def main(names: list[str]) -> None:
         policy = PipelinePolicy(pipe, lora=LoraSettings(rank=2), **options)
         x, sigma = torch.randn(3, *policy.latent_shape), torch.full((3,), 0.5)
         condition = policy.encode(tiny_prompts(name, ["a red circle", "two blue squares!", "a red circle"]))
-        inside, whole = [], []
-        velocity = timed(policy.velocity, whole)
+        inside, total = [], []
+        velocity = timed(policy.velocity, total)
         for _ in range(ROUNDS):
             spent.clear()
             with torch.no_grad():
                 velocity(x, sigma, condition)
             inside.append(sum(spent))
-        more = median(a - b for a, b in zip(whole, inside, strict=True))
+        more = median(a - b for a, b in zip(total, inside, strict=True))
         print(
-            f"{name:16s} network {median(inside):6.2f} ms  velocity {median(whole):6.2f} ms  more {more:5.2f} ms",
+            f"{name:16s} network {median(inside):6.2f} ms  velocity {median(total):6.2f} ms  more {more:5.2f} ms",
             flush=True,
         )
 

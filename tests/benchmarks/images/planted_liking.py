@@ -15,7 +15,7 @@ brightness or saturation, s its spread within groups, λ = 0.3. `shapes_grpo_gua
 - artefact: the score and a classifier of artefacts (--artefact FOLDER, of shapes_artefact), weight 2.
 
 **The claim is refuted** where the interval (mean ± t of seeds × likings, 95 %) of the verified accuracy under
-win rates less that under scores holds 0 or lies below, at equal iterations and at equal KL; it cannot be told
+win rates less that under scores holds 0 or lies below, at equal iterations and at equal KL; it is undecided
 where the scores' own run loses nothing. **A term stops the hack** where the accuracy of all held-out prompts ends no
 more than 0.05 below its start, and does not where it ends 0.2 or more below; in between is undecided.
 
@@ -148,7 +148,7 @@ ARMS: dict[str, tuple[str, list[str]]] = {
 
 
 def run(folder: Path, arm: str, liking: str, seed: int, iterations: int, artefact: Path | None = None) -> None:
-    """One run by the command that a user gives; nothing where its summary is there."""
+    """Train by the command that a user gives, unless the run has a summary."""
     if (folder / "summary.json").is_file():
         return
     judge, changes = ARMS[arm]
@@ -175,7 +175,7 @@ def read(folder: Path, liking: str) -> dict[str, Any]:
     """What a run recorded, a list by iteration for each name, and the accuracy before and after."""
     rows = read_metrics(folder / "metrics.jsonl")
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    found = {
+    history = {
         name: [row[key] for row in rows]
         for name, key in {
             "accuracy": "reward_part/truth.correct",
@@ -191,10 +191,10 @@ def read(folder: Path, liking: str) -> dict[str, Any]:
             "kl": "kl",
         }.items()
     }
-    pairs = zip(found["truth"], found[liking], strict=True)
-    found["judge"] = [truth + STRENGTH * style / SPREAD[liking] for truth, style in pairs]
+    pairs = zip(history["truth"], history[liking], strict=True)
+    history["judge"] = [truth + STRENGTH * style / SPREAD[liking] for truth, style in pairs]
     ends = {when: summary[when]["accuracy"] for when in ("before", "after")}
-    return {**found, **ends}
+    return {**history, **ends}
 
 
 def smooth(values: Sequence[float], width: int = 5) -> np.ndarray:
@@ -202,10 +202,10 @@ def smooth(values: Sequence[float], width: int = 5) -> np.ndarray:
     return np.array([np.mean(values[max(0, at + 1 - width) : at + 1]) for at in range(len(values))])
 
 
-def at_kl(found: dict[str, Any], kl: float) -> float:
+def at_kl(history: dict[str, Any], kl: float) -> float:
     """Accuracy of the rollouts where the smoothed KL first reaches `kl`."""
-    reached = np.flatnonzero(smooth(found["kl"]) >= kl)
-    return float(smooth(found["accuracy"])[reached[0] if len(reached) else -1])
+    reached = np.flatnonzero(smooth(history["kl"]) >= kl)
+    return float(smooth(history["accuracy"])[reached[0] if len(reached) else -1])
 
 
 def interval(differences: Sequence[float]) -> tuple[float, float]:
@@ -222,11 +222,11 @@ def course(runs: dict[tuple[str, str, int], dict[str, Any]], points: Sequence[in
     names += ("agreement", "agreement_liking", "kl")
     lines = [f"| reward | liking | iteration | {' | '.join(names)} |", "|" + "---|" * (3 + len(names))]
     for arm, liking in dict.fromkeys(key[:2] for key in runs):
-        own = [found for key, found in runs.items() if key[:2] == (arm, liking)]
+        own = [history for key, history in runs.items() if key[:2] == (arm, liking)]
         for point in points:
-            cells = [np.mean([smooth(found[name])[point - 1] for found in own]) for name in names]
-            said = " | ".join(f"{cell:.3g}" for cell in cells)
-            lines.append(f"| {arm} | {liking} | {point} | {said} |")
+            cells = [np.mean([smooth(history[name])[point - 1] for history in own]) for name in names]
+            row = " | ".join(f"{cell:.3g}" for cell in cells)
+            lines.append(f"| {arm} | {liking} | {point} | {row} |")
     return "\n".join(lines)
 
 
@@ -236,27 +236,27 @@ def verdict(runs: dict[tuple[str, str, int], dict[str, Any]], against: str = "sc
     lines = [f"| over {against} | repeats | accuracy before, after | {' | '.join(ways)} |"]
     lines.append("|" + "---|" * (3 + len(ways)))
     for arm in ARMS:
-        both = [key[1:] for key in runs if key[0] == arm and (against, *key[1:]) in runs]
-        if not both:
+        repeats = [key[1:] for key in runs if key[0] == arm and (against, *key[1:]) in runs]
+        if not repeats:
             continue
-        pairs = [(runs[arm, *one], runs[against, *one]) for one in both]
+        pairs = [(runs[arm, *repeat], runs[against, *repeat]) for repeat in repeats]
         ends = [np.mean([own[when] for own, _ in pairs]) for when in ("before", "after")]
-        shown = f"| {arm} | {len(both)} | {ends[0]:.3f}, {ends[1]:.3f} |"
-        if arm != against and len(both) > 1:
+        line = f"| {arm} | {len(repeats)} | {ends[0]:.3f}, {ends[1]:.3f} |"
+        if arm != against and len(repeats) > 1:
             ways["all held-out prompts"] = [own["after"] - other["after"] for own, other in pairs]
             ways["rollouts, equal iterations"] = [
                 smooth(own["accuracy"])[-1] - smooth(other["accuracy"])[-1] for own, other in pairs
             ]
-            least = [min(smooth(one["kl"]).max() for one in pair) for pair in pairs]
+            shared_kl = [min(smooth(history["kl"]).max() for history in pair) for pair in pairs]
             ways["rollouts, equal KL"] = [
-                at_kl(own, kl) - at_kl(other, kl) for (own, other), kl in zip(pairs, least, strict=True)
+                at_kl(own, kl) - at_kl(other, kl) for (own, other), kl in zip(pairs, shared_kl, strict=True)
             ]
             for differences in ways.values():
                 mean, half = interval(differences)
-                shown += f" {mean:+.3f} ± {half:.3f} |"
+                line += f" {mean:+.3f} ± {half:.3f} |"
         else:
-            shown += " |" * len(ways)
-        lines.append(shown)
+            line += " |" * len(ways)
+        lines.append(line)
     return "\n".join(lines)
 
 
@@ -271,13 +271,13 @@ def images_of(prompts: int) -> tuple[Tensor, list[str], list[dict[str, Any]]]:
     chosen = [records[i * len(records) // prompts] for i in range(prompts)]
     policy = build_policy(config.model, torch.device("cpu"), 0)
     verifier = {"shapes_verifier": load_reward("shapes_verifier")}
-    made = evaluate(
+    result = evaluate(
         policy, verifier, chosen, seeds=range(8), sigmas=policy.sigmas(config.rollout.steps),
         batch_size=160, correctness="shapes_verifier",
     )  # fmt: skip
-    images = torch.from_numpy(made.images[made.image_index]).permute(0, 3, 1, 2).float() / 255
-    places = {record["prompt"]: number for number, record in enumerate(chosen)}
-    return images, list(made.prompts), [{"group_id": places[prompt]} for prompt in made.prompts]
+    images = torch.from_numpy(result.images[result.image_index]).permute(0, 3, 1, 2).float() / 255
+    group_ids = {record["prompt"]: number for number, record in enumerate(chosen)}
+    return images, list(result.prompts), [{"group_id": group_ids[prompt]} for prompt in result.prompts]
 
 
 def start(prompts: int, arms: Sequence[str], likings: Sequence[str], seeds: Sequence[int]) -> str:
@@ -299,7 +299,7 @@ def start(prompts: int, arms: Sequence[str], likings: Sequence[str], seeds: Sequ
     ]
     for strength in (0.3, 0.1, 0.03):
         for arm in arms:
-            found = []
+            rows = []
             for liking in likings:
                 style = by_group(load_reward(liking).score(images, texts).value)
                 for seed in seeds:
@@ -308,11 +308,11 @@ def start(prompts: int, arms: Sequence[str], likings: Sequence[str], seeds: Sequ
                     if arm == "win rate":
                         judge = GroupWinRate(votes, both_orders=False, hard=True)
                     value = by_group(judge.score(images, texts, records).value)
-                    alone = None if arm == "win rate" else value
-                    right = accuracy(truth, alone, votes, images[order], [texts[i] for i in order])
+                    scores = None if arm == "win rate" else value
+                    right = accuracy(truth, scores, votes, images[order], [texts[i] for i in order])
                     advantage = standard(value, of_all=arm == "score, one deviation")
-                    found.append([right, *followed(advantage, truth, style, tied)])
-            cells = " | ".join(f"{cell:.3f}" for cell in np.mean(found, 0))
+                    rows.append([right, *followed(advantage, truth, style, tied)])
+            cells = " | ".join(f"{cell:.3f}" for cell in np.mean(rows, 0))
             lines.append(f"| {strength} | {arm} | {cells} |")
     return "\n".join(lines)
 
@@ -322,12 +322,12 @@ def accuracy(truth: np.ndarray, value: np.ndarray | None, votes: Votes, images: 
     left, right = np.triu_indices(8, 1)
     gap = truth[:, left] - truth[:, right]
     if value is not None:
-        said = value[:, left] - value[:, right]
+        lead = value[:, left] - value[:, right]
     else:
         first = 8 * np.arange(len(truth))[:, None]
         pairs = torch.from_numpy(np.stack([first + left, first + right], -1).reshape(-1, 2))
-        said = votes.compare_pairs(images, pairs, texts).prob.numpy().reshape(gap.shape) - 0.5
-    return float((said * gap > 0)[np.abs(gap) > 1e-9].mean())
+        lead = votes.compare_pairs(images, pairs, texts).prob.numpy().reshape(gap.shape) - 0.5
+    return float((lead * gap > 0)[np.abs(gap) > 1e-9].mean())
 
 
 def standard(value: np.ndarray, *, of_all: bool = False) -> np.ndarray:
@@ -356,21 +356,21 @@ def main() -> None:
         "--artefact", type=Path, help="folder of the classifier of artefacts, for the arm of that name"
     )
     parser.add_argument("--likings", nargs="+", choices=list(SPREAD), default=list(SPREAD))
-    given = parser.parse_args()
-    if given.start is not None:
-        print(start(given.start, given.arms, given.likings, given.seeds))
+    options = parser.parse_args()
+    if options.start is not None:
+        print(start(options.start, options.arms, options.likings, options.seeds))
         return
-    if given.output is None:
+    if options.output is None:
         parser.error("--output says where the runs are; or give --start PROMPTS, which trains nothing")
     runs = {}
-    for seed in given.seeds:
-        for liking in given.likings:
-            for arm in given.arms:
+    for seed in options.seeds:
+        for liking in options.likings:
+            for arm in options.arms:
                 name = f"{arm.replace(', ', '_').replace(' ', '_')}_{liking}_{seed}"
-                run(given.output / name, arm, liking, seed, given.iterations, given.artefact)
-                runs[arm, liking, seed] = read(given.output / name, liking)
+                run(options.output / name, arm, liking, seed, options.iterations, options.artefact)
+                runs[arm, liking, seed] = read(options.output / name, liking)
                 print(name, f"{runs[arm, liking, seed]['after']:.3f}", flush=True)
-    points = sorted({1, *range(10, given.iterations + 1, 10), given.iterations})
+    points = sorted({1, *range(10, options.iterations + 1, 10), options.iterations})
     print(f"\n{course(runs, points)}\n\n{verdict(runs)}")
 
 

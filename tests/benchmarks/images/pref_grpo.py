@@ -52,14 +52,14 @@ def table(folders: dict[str, Path]) -> str:
     names: list[str] = []
     for label, folder in folders.items():
         before = json.loads((folder / "summary.json").read_text())
-        held = [r for r in read_metrics(folder / "metrics.jsonl") if "heldout/accuracy" in r]
+        evaluations = [r for r in read_metrics(folder / "metrics.jsonl") if "heldout/accuracy" in r]
         if not names:
-            names = [k for k in held[-1] if k.startswith("heldout/") and not k.startswith("heldout/accuracy.")]
+            names = [k for k in evaluations[-1] if k.startswith("heldout/") and not k.startswith("heldout/accuracy.")]
             lines += [
                 "| reward | iteration | reward within groups, std | " + " | ".join(n[8:] for n in names) + " |",
                 "|" + "---|" * (3 + len(names)),
             ]
-        for record in held:
+        for record in evaluations:
             cells = " | ".join(f"{record[name]:.3g}" for name in names)
             lines.append(f"| {label} | {record['iteration']} | {record['reward_group_std']:.3f} | {cells} |")
         ends = [before[when]["accuracy"] for when in ("before", "after")]
@@ -75,12 +75,12 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=25)
     parser.add_argument("--only", choices=("win rate", "score"), default=None)
     parser.add_argument("overrides", nargs="*")
-    given = parser.parse_args()
-    for seed in given.seeds:
+    options = parser.parse_args()
+    for seed in options.seeds:
         folders = {}
-        for label, (pipeline, config) in configs(given.iterations, seed, given.every, given.overrides).items():
-            folder = given.output / f"{label.replace(' ', '_')}_{seed}"
-            if given.only in (None, label) and not (folder / "summary.json").is_file():
+        for label, (pipeline, config) in configs(options.iterations, seed, options.every, options.overrides).items():
+            folder = options.output / f"{label.replace(' ', '_')}_{seed}"
+            if options.only in (None, label) and not (folder / "summary.json").is_file():
                 pipeline.run(config, folder, resume=(folder / "config.yaml").is_file())
             if (folder / "summary.json").is_file():
                 folders[label] = folder

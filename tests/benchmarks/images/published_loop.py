@@ -100,8 +100,8 @@ class Published:
 
     @torch.no_grad()
     def _sample(self, prompts: list[str]) -> dict[str, Any]:
-        whole, pooled = self.policy._text._encode(prompts)
-        embeds, weights = collapse_null_tokens(whole)
+        uncollapsed, pooled = self.policy._text._encode(prompts)
+        embeds, weights = collapse_null_tokens(uncollapsed)
         weights = weights if weights.any() else None
         context = (embeds, pooled, *self.policy._text.null(len(prompts)), weights)
         x = torch.randn(len(prompts), *self.policy.latent_shape, device=self.policy.device)
@@ -138,8 +138,8 @@ class Published:
         self.optimizer.zero_grad()
         self.updates += 1
         if self.updates % EMA_EVERY == 0:
-            for kept, weight in zip(self.average, self.weights, strict=True):
-                kept.lerp_(weight.detach(), 1 - EMA)
+            for average, weight in zip(self.average, self.weights, strict=True):
+                average.lerp_(weight.detach(), 1 - EMA)
 
 
 def ours(policy: Any, options: argparse.Namespace, folder: Path) -> Trainer[FlowGRPO]:
@@ -171,18 +171,18 @@ def seconds(work: Callable[[], object]) -> float:
 
 def compare(guidance: float, options: argparse.Namespace, folder: Path) -> str:
     """The line of one guidance scale."""
-    made = [
+    policies = [
         load_policy(resolve_model("shapes-sd3"), guidance=guidance, lora=LoraSettings(rank=32, alpha=64, seed=0))
         for _ in range(2)
     ]
-    trainer, published = ours(made[0], options, folder), Published(made[1], options)
+    trainer, published = ours(policies[0], options, folder), Published(policies[1], options)
     sides = (trainer.iterate, published.iterate)
     spent: tuple[list[float], list[float]] = ([], [])
     for number in range(options.rounds + 1):
-        before = [policy.forward_count.equivalents for policy in made]
+        before = [policy.forward_count.equivalents for policy in policies]
         for side in (0, 1) if number % 2 == 0 else (1, 0):
             spent[side].append(seconds(sides[side]))
-        passes = [policy.forward_count.equivalents - b for policy, b in zip(made, before, strict=True)]
+        passes = [policy.forward_count.equivalents - b for policy, b in zip(policies, before, strict=True)]
     images = options.prompts * options.group
     one, other = (times[1:] for times in spent)
     ratios = [b / a for a, b in zip(one, other, strict=True)]

@@ -49,32 +49,32 @@ LIMITS["agreement"] = AGREEMENT
 def run(folder: Path, arm: str, seed: int, iterations: int) -> None:
     if (folder / "summary.json").is_file():
         return
-    given = [
+    arguments = [
         "shapes_grpo_guard", f"rewards.terms={{{ARMS[arm]}, {HELDOUT}}}", f"seed={seed}",
         f"run.iterations={iterations}", "rollout.prompts_per_iteration=12", "run.max_seconds=null",
         "evaluation={every: 3, prompts_on_the_way: 208, seeds: [0]}",
     ]  # fmt: skip
-    run_visalign("train", *given, "-o", str(folder))
+    run_visalign("train", *arguments, "-o", str(folder))
 
 
 def fall(rows: list[dict[str, Any]], before: float) -> float:
     """The iteration from which on the accuracy is five points below the first one; infinity: never."""
     measured = [(row["iteration"], row["heldout/accuracy"]) for row in rows if "heldout/accuracy" in row]
-    found = math.inf
+    onset = math.inf
     for iteration, accuracy in reversed(measured):
         if accuracy > before - 0.05:
             break
-        found = iteration
-    return found
+        onset = iteration
+    return onset
 
 
 def trends(rows: list[dict[str, Any]]) -> Iterator[tuple[int, str, float]]:
     """(iteration, limit, value) of what a user without a verifier has."""
-    seen: list[float] = []
+    window: list[float] = []
     for row in rows:
-        seen = [*seen, row["agreement/clip_score"]][-WINDOW:] if "agreement/clip_score" in row else seen
-        if len(seen) == WINDOW:
-            yield row["iteration"], "agreement", float(np.mean(seen))
+        window = [*window, row["agreement/clip_score"]][-WINDOW:] if "agreement/clip_score" in row else window
+        if len(window) == WINDOW:
+            yield row["iteration"], "agreement", float(np.mean(window))
         for key, value in row.items():
             if key.startswith("agreement/"):
                 continue
@@ -85,28 +85,28 @@ def trends(rows: list[dict[str, Any]]) -> Iterator[tuple[int, str, float]]:
 
 def warnings(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Limit -> the first iteration that crosses it."""
-    found: dict[str, float] = {}
+    crossings: dict[str, float] = {}
     for iteration, name, value in trends(rows):
         if value > LIMITS[name] if name in UPPER_LIMITS else value < LIMITS[name]:
-            found.setdefault(name, iteration)
-    return found
+            crossings.setdefault(name, iteration)
+    return crossings
 
 
 def furthest(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Limit -> the value that came nearest to crossing it."""
-    found: dict[str, float] = {}
+    extremes: dict[str, float] = {}
     for _, name, value in trends(rows):
         worse = max if name in UPPER_LIMITS else min
-        found[name] = worse(found.get(name, value), value)
-    return found
+        extremes[name] = worse(extremes.get(name, value), value)
+    return extremes
 
 
 def measured(folder: Path, arm: str, seed: int) -> dict[str, Any]:
     rows = read_metrics(folder / "metrics.jsonl")
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     before, after = summary["before"]["accuracy"], summary["after"]["accuracy"]
-    said, fell = warnings(rows), fall(rows, before)
-    first = min(said.values(), default=math.inf)
+    crossings, fell = warnings(rows), fall(rows, before)
+    first = min(crossings.values(), default=math.inf)
     return {
         "arm": arm,
         "seed": seed,
@@ -115,15 +115,15 @@ def measured(folder: Path, arm: str, seed: int) -> dict[str, Any]:
         "falls": fell,
         "first warning": first,
         "lead": fell - first if math.isfinite(fell) and math.isfinite(first) else None,
-        "warnings": said,
+        "warnings": crossings,
         "furthest": furthest(rows),
     }
 
 
-def gains(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def gains(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Verified accuracy at the end of each use of σ, over the mean alone, paired over seeds."""
-    ends = {(row["arm"], row["seed"]): row["after"] for row in found}
-    made = []
+    ends = {(row["arm"], row["seed"]): row["after"] for row in rows}
+    leads = []
     for arm in ARMS:
         pairs = [
             ends[arm, seed] - ends["ensemble", seed]
@@ -132,8 +132,8 @@ def gains(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
         ]
         if arm.startswith("ensemble,") and pairs:
             error = 1.96 * np.std(pairs, ddof=1) / math.sqrt(len(pairs)) if len(pairs) > 1 else math.nan
-            made.append({"arm": arm, "gain": float(np.mean(pairs)), "interval": float(error)})
-    return made
+            leads.append({"arm": arm, "gain": float(np.mean(pairs)), "interval": float(error)})
+    return leads
 
 
 def show(title: str, rows: list[dict[str, Any]]) -> None:
@@ -147,7 +147,7 @@ def show(title: str, rows: list[dict[str, Any]]) -> None:
 
 def _cell(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_cell(one)}" for name, one in value.items())
+        return ", ".join(f"{name} {_cell(entry)}" for name, entry in value.items())
     if isinstance(value, float) and math.isfinite(value):
         return f"{value:.3f}" if value % 1 else f"{value:.0f}"
     return "" if value is None else str(value)
@@ -159,17 +159,17 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=30)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
-    given = parser.parse_args()
-    found = []
-    for seed in given.seeds:
-        for arm in given.arms:
-            folder = given.output / f"seed{seed}" / arm.replace(", ", "_").replace(" ", "_")
-            run(folder, arm, seed, given.iterations)
-            found.append(measured(folder, arm, seed))
-    show(f"{given.iterations} iterations, limits {LIMITS}", found)
-    if paired := gains(found):
+    options = parser.parse_args()
+    rows = []
+    for seed in options.seeds:
+        for arm in options.arms:
+            folder = options.output / f"seed{seed}" / arm.replace(", ", "_").replace(" ", "_")
+            run(folder, arm, seed, options.iterations)
+            rows.append(measured(folder, arm, seed))
+    show(f"{options.iterations} iterations, limits {LIMITS}", rows)
+    if paired := gains(rows):
         show("Verified accuracy over the ensemble's mean alone", paired)
-    (given.output / "table.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    (options.output / "table.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -47,10 +47,10 @@ def source_of(changes: list[str]) -> tuple[FlowGRPO, list[int]]:
     return source, config.rollout.stochastic
 
 
-def others_mean(made: ScoredImages) -> Tensor:
+def others_mean(images: ScoredImages) -> Tensor:
     """[B] R̄ without the image itself."""
-    centred = group_advantages(made.value, made.group, scale="none", baseline="leave_one_out")
-    return made.value - centred
+    centred = group_advantages(images.value, images.group, scale="none", baseline="leave_one_out")
+    return images.value - centred
 
 
 def floor(step: int, prompts: int, clock: PhaseClock) -> tuple[float, float]:
@@ -62,8 +62,8 @@ def floor(step: int, prompts: int, clock: PhaseClock) -> tuple[float, float]:
         "objective.credit=branches",
     ]
     source, steps = source_of(tree)
-    made = source.scored(source.sample(0, clock, steps), clock)
-    value = made.value.view(prompts, TREES, -1)
+    images = source.scored(source.sample(0, clock, steps), clock)
+    value = images.value.view(prompts, TREES, -1)
     within = value.var(2).mean()
     # between latents: the variance of their means, less what is within them
     between = value.mean(2).var(1).mean() - within / value.shape[2]
@@ -84,27 +84,27 @@ def learnt(iterations: int, clock: PhaseClock) -> Tensor:
     draw, size = torch.Generator().manual_seed(0), source.policy.latent_shape
     project = torch.randn(torch.Size(size).numel(), 64, generator=draw, dtype=torch.float64)
     columns: list[list[Tensor]] = []
-    above: list[Tensor] = []
+    targets: list[Tensor] = []
     left = torch.zeros(3, len(steps), dtype=torch.float64)
     for number in range(iterations):
-        made = source.scored(source.sample(number, clock, steps), clock)
-        found = [predict_clean(made.trajectory, k) for k in range(len(steps))]
-        others, rest = others_mean(made), made.value - others_mean(made)
+        images = source.scored(source.sample(number, clock, steps), clock)
+        clean = [predict_clean(images.trajectory, k) for k in range(len(steps))]
+        baseline, rest = others_mean(images), images.value - others_mean(images)
         now = []  # per baseline and step [B, d]
-        for says in (
-            [x.flatten(1).double() @ project for x in found],
-            [source.score(x, made.records, clock).value.double()[:, None] for x in found],
+        for inputs in (
+            [x.flatten(1).double() @ project for x in clean],
+            [source.score(x, images.records, clock).value.double()[:, None] for x in clean],
         ):
-            now += [torch.cat([each, others[:, None]], 1) for each in says]
+            now += [torch.cat([values, baseline[:, None]], 1) for values in inputs]
         if 2 * number >= iterations:
             left[0] += rest.square().sum()
-            for place, fresh in enumerate(now):
-                held = torch.cat([rows[place] for rows in columns])
-                error = rest - ridge(held, torch.cat(above), fresh)
-                left[1 + place // len(steps), place % len(steps)] += error.square().sum()
+            for index, fresh in enumerate(now):
+                earlier = torch.cat([rows[index] for rows in columns])
+                error = rest - ridge(earlier, torch.cat(targets), fresh)
+                left[1 + index // len(steps), index % len(steps)] += error.square().sum()
         columns.append(now)
-        above.append(rest)
-        print(f"iteration {number}: mean reward {made.value.mean():.3f}", flush=True)
+        targets.append(rest)
+        print(f"iteration {number}: mean reward {images.value.mean():.3f}", flush=True)
     return left[1:] / left[0]
 
 
@@ -113,12 +113,12 @@ if __name__ == "__main__":
     parser.add_argument("--iterations", type=int, default=8)
     parser.add_argument("--prompts", type=int, default=48, help="of the floor, at each step")
     parser.add_argument("--threads", type=int, default=1)
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     clock = PhaseClock()
-    shares = learnt(given.iterations, clock).T.tolist()
+    shares = learnt(options.iterations, clock).T.tolist()
     print("| step | floor | V | judge |\n|---|---|---|---|")
     for k, (v, judge) in enumerate(shares):
-        within, whole = floor(k, given.prompts, clock)
+        within, total = floor(k, options.prompts, clock)
         # R − R̄ of 12 has the variance of R and a share of it for the mean of the eleven others
-        print(f"| {k} | {within / (whole * 12 / 11):.2f} | {v:.2f} | {judge:.2f} |", flush=True)
+        print(f"| {k} | {within / (total * 12 / 11):.2f} | {v:.2f} | {judge:.2f} |", flush=True)

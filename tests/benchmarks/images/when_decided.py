@@ -44,11 +44,11 @@ def main() -> None:
     condition, sigmas = policy.encode([record["prompt"] for record in records]), policy.sigmas(options.steps)
     x = torch.randn(len(records), *policy.latent_shape, generator=torch.Generator().manual_seed(0))
     images = []
-    for here, there in pairwise(sigmas):
-        sigma = here.expand(len(x))
+    for level, next_level in pairwise(sigmas):
+        sigma = level.expand(len(x))
         v = velocity_of(policy, x, sigma, condition)
-        images.append(policy.decode(x - here * v))
-        x = x + (there - here) * v
+        images.append(policy.decode(x - level * v))
+        x = x + (next_level - level) * v
     last = shapes(images[-1])
     print(f"{len(records)} images\nstep  sigma  right  as many  same shapes")
     for step, image in enumerate(images):
@@ -63,8 +63,8 @@ def main() -> None:
 
 
 def shapes(images: Tensor) -> list[list[str]]:
-    """What is to be seen on each."""
-    return [sorted(found.shape for found in one) for one in detect(images)]
+    """Shapes of the objects in each."""
+    return [sorted(item.shape for item in objects) for objects in detect(images)]
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do members whose LoRA matrices are kept apart doubt more where their mean is wrong.
+"""Do members whose LoRA matrices are kept apart doubt more where their mean is wrong?
 
     python tests/benchmarks/judges/diverse_members.py --output runs/diverse --seeds 0 1 2
 
@@ -55,20 +55,20 @@ def written(folder: Path, pairs: list[ShapesPair]) -> Path:
     return write_rows(table, rows)
 
 
-def learnt(folder: Path, table: Path, pairs: int, seed: int, weight: float, others: list[Path]) -> Path:
-    """The folder of a member; a run that was broken off goes on."""
+def learnt(folder: Path, table: Path, pairs: int, seed: int, weight: float, other_members: list[Path]) -> Path:
+    """The folder of a member; an interrupted run is resumed."""
     if not (folder / "summary.json").is_file():
         iterations = max(1, pairs // (BATCH * UPDATES))
-        given = [
+        overrides = [
             f"seed={seed}", f"data.train={table}", "data.size=null", "data.heldout=null",
             f"data.batch={BATCH}", "optimizer.lr=2e-3", "optimizer.warmup_updates=10",
             f"optimizer.decay_updates={iterations * UPDATES}", f"optimizer.updates_per_iteration={UPDATES}",
             f"run.iterations={iterations}", "evaluation.every=0",
         ]  # fmt: skip
-        if others:
-            names = ", ".join(map(str, others))
-            given.append(f"model.diversity={{weight: {weight}, others: [{names}]}}")
-        job = load_job("shapes_hpsv3", given)
+        if other_members:
+            names = ", ".join(map(str, other_members))
+            overrides.append(f"model.diversity={{weight: {weight}, others: [{names}]}}")
+        job = load_job("shapes_hpsv3", overrides)
         job.run(job.config, output=folder, resume=folder.is_dir())
     return folder / "judge"
 
@@ -76,35 +76,35 @@ def learnt(folder: Path, table: Path, pairs: int, seed: int, weight: float, othe
 def diversity(members: list[Path]) -> float:
     """What `model.diversity` maximises, of the matrices of all members."""
     own = {f"{name}.default.weight": value for name, value in adapters_of(members[-1]).items()}
-    return float(OtherMembers([str(one) for one in members[:-1]], own).diversity())
+    return float(OtherMembers([str(member) for member in members[:-1]], own).diversity())
 
 
-def one_seed(seed: int, given: argparse.Namespace) -> dict[tuple[str, str], tuple[Tensor, Tensor]]:
+def one_seed(seed: int, options: argparse.Namespace) -> dict[tuple[str, str], tuple[Tensor, Tensor]]:
     """(Ensemble, ground) -> ([N] whether the mean lead is wrong, [N] deviation of the members)."""
-    folder = given.output.resolve() / f"seed{seed}_{given.pairs}"
-    train = drawn("train", seed, None, given.pairs, clear=False)
+    folder = options.output.resolve() / f"seed{seed}_{options.pairs}"
+    train = drawn("train", seed, None, options.pairs, clear=False)
     table, members = written(folder, train), []
-    for number, apart in enumerate((False, False, False, True, True)):
-        own = [members[0], *members[3:]] if apart else []
-        name = f"diverse{given.weight:g}_{number - 2}" if apart else f"member{number}"
-        order = 10 * seed + (number - 2 if apart else number)
-        members.append(learnt(folder / name, table, given.pairs, order, given.weight, own))
-    tests = [drawn("heldout", seed + 500, ground, given.heldout, clear=True) for ground in GROUNDS.values()]
-    saved, found = folder / f"leads_{given.weight:g}_{given.heldout}.pt", {}
+    for number, is_diverse in enumerate((False, False, False, True, True)):
+        own = [members[0], *members[3:]] if is_diverse else []
+        name = f"diverse{options.weight:g}_{number - 2}" if is_diverse else f"member{number}"
+        order = 10 * seed + (number - 2 if is_diverse else number)
+        members.append(learnt(folder / name, table, options.pairs, order, options.weight, own))
+    tests = [drawn("heldout", seed + 500, ground, options.heldout, clear=True) for ground in GROUNDS.values()]
+    saved, outcomes = folder / f"leads_{options.weight:g}_{options.heldout}.pt", {}
     if not saved.is_file():
         judge = LoraEnsembleReward.from_members(members)
         torch.save(lora_members(judge, [train[:SPREAD], *tests]), saved)
-    known, *leads = torch.load(saved)
+    train_leads, *leads = torch.load(saved)
     for ground, pairs, lead in zip(GROUNDS, tests, leads, strict=True):
         left = torch.tensor([pair.utility[0] > pair.utility[1] for pair in pairs])
-        lead = lead / known.std(1, keepdim=True)
+        lead = lead / train_leads.std(1, keepdim=True)
         for arm, chosen in ARMS.items():
-            found[arm, ground] = ((lead[chosen].mean(0) > 0) != left, lead[chosen].std(0))
-        alone = ", ".join(f"{value:.3f}" for value in ((lead > 0) == left).double().mean(1).tolist())
-        print(f"seed {seed}, {ground}: accuracy of each member {alone}", flush=True)
+            outcomes[arm, ground] = ((lead[chosen].mean(0) > 0) != left, lead[chosen].std(0))
+        by_member = ", ".join(f"{value:.3f}" for value in ((lead > 0) == left).double().mean(1).tolist())
+        print(f"seed {seed}, {ground}: accuracy of each member {by_member}", flush=True)
     for arm, chosen in ARMS.items():
         print(f"seed {seed}, {arm}: diversity {diversity([members[m] for m in chosen]):.4f}", flush=True)
-    return found
+    return outcomes
 
 
 def measured(wrong: Tensor, std: Tensor) -> list[float]:
@@ -123,18 +123,18 @@ def main() -> None:
     parser.add_argument("--heldout", type=int, default=1000, help="pairs on each ground")
     parser.add_argument("--weight", type=float, default=1.0, help="of the diversity")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    seeds = [one_seed(seed, given) for seed in given.seeds]
-    size = given.heldout * len(seeds)
-    places = torch.from_numpy(np.random.default_rng(0).integers(size, size=(DRAWS, size)))
+    seeds = [one_seed(seed, options) for seed in options.seeds]
+    size = options.heldout * len(seeds)
+    resamples = torch.from_numpy(np.random.default_rng(0).integers(size, size=(DRAWS, size)))
     print(f"| ground | members | {' | '.join(MEASURES)} |\n{'|---' * 5}|")
     for ground in GROUNDS:
         value, draws = {}, {}
         for arm in ARMS:
-            wrong, std = (torch.cat([found[arm, ground][what] for found in seeds]) for what in range(2))
+            wrong, std = (torch.cat([outcomes[arm, ground][what] for outcomes in seeds]) for what in range(2))
             value[arm] = np.array(measured(wrong, std))
-            draws[arm] = np.array([measured(wrong[rows], std[rows]) for rows in places])
+            draws[arm] = np.array([measured(wrong[rows], std[rows]) for rows in resamples])
         first, second = ARMS
         value["gain"], draws["gain"] = value[second] - value[first], draws[second] - draws[first]
         for arm in value:

@@ -52,9 +52,9 @@ BATCH = 64
 def trained(folder: Path, name: str, pairs: int, seed: int) -> Path:
     """The folder of a judge."""
     written = "decisions" in name
-    made = folder / ("lora" if written else "judge")
+    judge = folder / ("lora" if written else "judge")
     if (folder / "summary.json").is_file():
-        return made
+        return judge
     updates = math.ceil(pairs / BATCH)
     common = [f"seed={seed}", f"data.size={pairs}", "-o", str(folder)]
     if written:
@@ -64,15 +64,15 @@ def trained(folder: Path, name: str, pairs: int, seed: int) -> Path:
             f"data.field={'reason' if reasons else 'null'}", "data.heldout_size=20",
             f"run.iterations={updates}", f"optimizer.decay_updates={updates}", *common,
         )  # fmt: skip
-        return made
+        return judge
     config = {"head": "shapes_hpsv3", "P(yes), one image": "shapes_reward_dance"}.get(name.split(", B")[0])
-    given = ["objective.task=bradley_terry"] if config == "shapes_hpsv3" else []
+    overrides = ["objective.task=bradley_terry"] if config == "shapes_hpsv3" else []
     run_visalign(
-        "train-reward", config or "shapes_reward_dance_pairs", *given, "data.surroundings=0",
+        "train-reward", config or "shapes_reward_dance_pairs", *overrides, "data.surroundings=0",
         "data.heldout_size=100", "evaluation.every=0", "optimizer.updates_per_iteration=1",
         "optimizer.lr=2e-3", f"optimizer.decay_updates={updates}", f"run.iterations={updates}", *common,
     )  # fmt: skip
-    return made
+    return judge
 
 
 def accuracy(name: str, judge: Path, pairs: list[ShapesPair]) -> float:
@@ -114,12 +114,12 @@ def policy(folder: Path, name: str, judge: Path, seed: int, iterations: int) -> 
 def clear_pairs(surroundings: float, count: int, kinds: Sequence[str] = KINDS) -> list[ShapesPair]:
     """Held-out pairs that differ in one of the kinds, and whose truth is clear."""
     world = ShapesPreferences(77, split="heldout", kinds=kinds, surroundings=surroundings)
-    found, number = [], 0
-    while len(found) < count:
+    pairs, number = [], 0
+    while len(pairs) < count:
         pair = world.pair(number)
-        found += [pair] if pair.is_clear else []
+        pairs += [pair] if pair.is_clear else []
         number += 1
-    return found
+    return pairs
 
 
 def lead(rows: list[dict[str, Any]], key: str, one: str, other: str) -> str:
@@ -138,21 +138,21 @@ def main() -> None:
     parser.add_argument("--heldout", type=int, default=600)
     parser.add_argument("--iterations", type=int, default=15, help="of the policy")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    given = parser.parse_args()
-    sets = {"known grounds": clear_pairs(0.0, given.heldout), "other grounds": clear_pairs(1.0, given.heldout)}
+    options = parser.parse_args()
+    sets = {"known grounds": clear_pairs(0.0, options.heldout), "other grounds": clear_pairs(1.0, options.heldout)}
     rows: list[dict[str, Any]] = []
-    for seed in given.seeds:
+    for seed in options.seeds:
         for name in JUDGES:
-            folder = given.output / f"seed{seed}" / "".join(c if c.isalnum() else "_" for c in name)
-            judge = trained(folder, name, given.pairs, seed)
+            folder = options.output / f"seed{seed}" / "".join(c if c.isalnum() else "_" for c in name)
+            judge = trained(folder, name, options.pairs, seed)
             row: dict[str, Any] = {"judge": name, "seed": seed}
             row |= {key: accuracy(name, judge, pairs) for key, pairs in sets.items()}
             if not JUDGES[name][0].endswith("pairs"):
-                row |= policy(folder.with_name(folder.name + "policy"), name, judge, seed, given.iterations)
+                row |= policy(folder.with_name(folder.name + "policy"), name, judge, seed, options.iterations)
             rows.append(row)
-            (given.output / "table.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+            (options.output / "table.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     keys = [*sets, "spread left", "verified after"]
-    table = Table("judge", *keys, title=f"{given.pairs} pairs, seeds {given.seeds}")
+    table = Table("judge", *keys, title=f"{options.pairs} pairs, seeds {options.seeds}")
     for name in JUDGES:
         own = [row for row in rows if row["judge"] == name]
         table.add_row(name, *[f"{np.mean([r[k] for r in own]):.3f}" if k in own[0] else "" for k in keys])

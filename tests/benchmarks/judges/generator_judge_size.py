@@ -34,13 +34,13 @@ from visalign.evaluation.statistics.intervals import paired_bootstrap
 GENERATORS, LAYERS = ("shapes-sd15", "shapes-sd3"), (1, 2, MOST)
 
 
-def samples(folder: Path, asked: Path, model: str, count: int) -> tuple[list[str], list[str]]:
+def samples(folder: Path, table: Path, model: str, count: int) -> tuple[list[str], list[str]]:
     """Images of a generator, those of a prompt next to each other; their prompts."""
     if not (folder / "images.jsonl").is_file():
-        given = ("--model", model, "--seeds", f"0-{count - 1}", "--batch-size", "96", "-o", str(folder))
-        run_visalign("sample", str(asked), *given)
+        arguments = ("--model", model, "--seeds", f"0-{count - 1}", "--batch-size", "96", "-o", str(folder))
+        run_visalign("sample", str(table), *arguments)
     rows = read_rows(folder / "images.jsonl")
-    order = {row["prompt"]: place for place, row in enumerate(read_rows(asked))}
+    order = {row["prompt"]: number for number, row in enumerate(read_rows(table))}
     rows.sort(key=lambda row: order[row["prompt"]])
     return [str(folder / row["image"]) for row in rows], [row["prompt"] for row in rows]
 
@@ -54,15 +54,15 @@ def head(model: str, pairs: int, seed: int) -> tuple[torch.Tensor, float]:
     better = torch.tensor([pair.utility[0] > pair.utility[1] for pair in drawn])
     fold, one = torch.arange(pairs) % 5, torch.ones(())
     strength = strength_of(left, right, label, fold)
-    kept = fold > 0
-    part = fit(left[kept], right[kept], label[kept], one, strength)
-    known = (((left - right) @ part > 0) == better)[~kept].double().mean()
-    return fit(left, right, label, one, strength), float(known)
+    is_train = fold > 0
+    part = fit(left[is_train], right[is_train], label[is_train], one, strength)
+    accuracy = (((left - right) @ part > 0) == better)[~is_train].double().mean()
+    return fit(left, right, label, one, strength), float(accuracy)
 
 
 def lead(one: np.ndarray, other: np.ndarray, prompts: list[str]) -> str:
-    found = paired_bootstrap(other, one, prompts, generator=torch.Generator().manual_seed(0))
-    return f"{found.estimate:+.3f} ({found.low:+.3f} to {found.high:+.3f})"
+    interval = paired_bootstrap(other, one, prompts, generator=torch.Generator().manual_seed(0))
+    return f"{interval.estimate:+.3f} ({interval.low:+.3f} to {interval.high:+.3f})"
 
 
 def main() -> None:
@@ -71,36 +71,36 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--pairs", type=int, default=1500)
     parser.add_argument("--samples", type=int, default=16, help="of a held-out prompt")
-    given = parser.parse_args()
-    output = given.output.resolve()
-    asked = write_rows(output / "heldout.jsonl", heldout_prompts()[::2])
+    options = parser.parse_args()
+    output = options.output.resolve()
+    table = write_rows(output / "heldout.jsonl", heldout_prompts()[::2])
     models = {layers: str(cut(output / f"cut{layers}", layers)) for layers in LAYERS}
-    heads = {(n, seed): head(model, given.pairs, seed) for n, model in models.items() for seed in given.seeds}
+    heads = {(n, seed): head(model, options.pairs, seed) for n, model in models.items() for seed in options.seeds}
     for layers in LAYERS:
-        known = [heads[layers, seed][1] for seed in given.seeds]
+        shares = [heads[layers, seed][1] for seed in options.seeds]
         print(
-            f"{layers} layers: {np.mean(known):.3f} ({', '.join(f'{v:.3f}' for v in known)}) of unseen pairs",
+            f"{layers} layers: {np.mean(shares):.3f} ({', '.join(f'{v:.3f}' for v in shares)}) of unseen pairs",
             flush=True,
         )
     leads, labels = {}, []
     for generator in GENERATORS:
-        images, told = samples(output / f"{generator}_{given.samples}", asked, generator, given.samples)
-        right = truth(images, told).view(-1, given.samples).numpy()
-        found = {}
+        images, prompts = samples(output / f"{generator}_{options.samples}", table, generator, options.samples)
+        right = truth(images, prompts).view(-1, options.samples).numpy()
+        outcomes = {}
         for layers, model in models.items():
-            states = features(images, told, model)
-            scores = [(states @ heads[layers, seed][0]).view(-1, given.samples).numpy() for seed in given.seeds]
+            states = features(images, prompts, model)
+            scores = [(states @ heads[layers, seed][0]).view(-1, options.samples).numpy() for seed in options.seeds]
             parts = [tilted(score, right, 1.0) for score in scores]
-            found[layers] = np.concatenate(parts)
-            each = ", ".join(f"{part.mean():.3f}" for part in parts)
+            outcomes[layers] = np.concatenate(parts)
+            by_seed = ", ".join(f"{part.mean():.3f}" for part in parts)
             print(
-                f"| {generator} | {right.mean():.3f} | {layers} layers | {found[layers].mean():.3f} ({each}) |",
+                f"| {generator} | {right.mean():.3f} | {layers} layers | {outcomes[layers].mean():.3f} ({by_seed}) |",
                 flush=True,
             )
-        labels = told[:: given.samples] * len(given.seeds)
-        leads[generator] = found[MOST] - found[1]
+        labels = prompts[:: options.samples] * len(options.seeds)
+        leads[generator] = outcomes[MOST] - outcomes[1]
         for layers in LAYERS[:-1]:
-            print(f"{generator}: 4 layers over {layers}: {lead(found[MOST], found[layers], labels)}")
+            print(f"{generator}: 4 layers over {layers}: {lead(outcomes[MOST], outcomes[layers], labels)}")
     small, large = (leads[generator] for generator in GENERATORS)
     print(f"the lead of 4 over 1, larger over smaller generator: {lead(large, small, labels)}")
 

@@ -70,16 +70,16 @@ class World:
 def scene_pairs(scenes: int, seed: int, style: str | None = None) -> list[tuple[Record, Scene, Scene, Any]]:
     """(record, scene of it, wrong scene of a near prompt, generator) of held-out prompts."""
     world, rng = ShapesPreferences(seed, split="heldout"), np.random.default_rng([seed, 61])
-    found: list[tuple[Record, Scene, Scene, Any]] = []
-    while len(found) < scenes:
+    pairs: list[tuple[Record, Scene, Scene, Any]] = []
+    while len(pairs) < scenes:
         record = world.record(rng)
         other = world.near(record, rng)
         missed = style or STYLES[int(rng.integers(len(STYLES)))]
         scene = sample_scene(record, rng, style=style or STYLES[0])
         miss: Scene = sample_scene(other, rng, style=missed)
         if not verify_scene(miss, record).correct:
-            found.append((record, scene, miss, rng))
-    return found
+            pairs.append((record, scene, miss, rng))
+    return pairs
 
 
 def draw(scenes: int, seed: int) -> World:
@@ -98,15 +98,15 @@ def draw_clutter(scenes: int, seed: int) -> World:
     """Scenes with 0 to 4 extra objects, and wrong ones with none or four."""
     prompts, images, wrong = [], [], []
     for record, scene, miss, rng in scene_pairs(2 * scenes, seed, style=STYLES[0]):
-        right, other = (cluttered(one, record, MOST, rng) for one in (scene, miss))
+        right, other = (cluttered(base, record, MOST, rng) for base in (scene, miss))
         if right is None or other is None or len(prompts) == scenes:
             continue  # no room for four
         if verify_scene(miss, free(record)).correct:
-            continue  # too much alone was wrong with it
-        assert all(verify_scene(one, free(record)).correct for one in right)
+            continue  # wrong only by objects too many
+        assert all(verify_scene(variant, free(record)).correct for variant in right)
         assert not verify_scene(other[-1], free(record)).correct
         prompts.append(record["prompt"])
-        images.append([render(one) for one in right])
+        images.append([render(variant) for variant in right])
         wrong.append([render(other[count]) for count in (0, MOST)])
     none, all_of_it = np.zeros(len(prompts), dtype=int), np.full(len(prompts), MOST)
     plain, full = np.array(wrong).swapaxes(0, 1)
@@ -130,26 +130,26 @@ def free(record: Record) -> Record:
 
 def cluttered(scene: Scene, record: Record, count: int, rng: np.random.Generator) -> list[Scene] | None:
     """The scene with 0, 1, ... `count` small objects of shapes that neither it nor the record has."""
-    named = {entry["class"] for entry in record["include"]} | {item.shape for item in scene.objects}
-    shapes, found = [shape for shape in SHAPES if shape not in named], [scene]
+    used = {entry["class"] for entry in record["include"]} | {item.shape for item in scene.objects}
+    shapes, scenes = [shape for shape in SHAPES if shape not in used], [scene]
     for _ in range(200 if shapes else 0):
-        if len(found) > count:
-            return found
+        if len(scenes) > count:
+            return scenes
         radius = float(rng.uniform(*EXTRA_RADIUS))
         x, y = (float(v) for v in rng.uniform(radius + 1, SIZE - radius - 1, size=2))
-        there = found[-1].objects
-        if all(max(abs(x - o.x), abs(y - o.y)) > radius + o.radius + GAP for o in there):
+        objects = scenes[-1].objects
+        if all(max(abs(x - o.x), abs(y - o.y)) > radius + o.radius + GAP for o in objects):
             shape, color = str(rng.choice(shapes)), str(rng.choice(COLORS))
             extra = SceneObject(shape=shape, color=color, x=x, y=y, radius=radius)
-            found.append(replace(scene, objects=(*there, extra)))
+            scenes.append(replace(scene, objects=(*objects, extra)))
     return None
 
 
 def scores(judge: Any, images: np.ndarray, prompts: Sequence[str]) -> np.ndarray:
     """[N] of a judge."""
-    found = judge.score(images, list(prompts))
-    assert bool(found.valid.all())
-    return found.value.double().numpy()
+    answer = judge.score(images, list(prompts))
+    assert bool(answer.valid.all())
+    return answer.value.double().numpy()
 
 
 def interval(values: np.ndarray, statistic: Callable[[np.ndarray], float], seed: int = 0) -> str:
@@ -167,23 +167,23 @@ def mean(values: np.ndarray) -> float:
 
 def line(name: str, judge: Any, world: World) -> str:
     """One row: mean score by place, slope, share of richer wins, right against wrong."""
-    count, places = len(world.prompts), len(world.places)
-    each = scores(
+    count, steps = len(world.prompts), len(world.places)
+    grid = scores(
         judge,
         world.images.reshape(-1, *world.images.shape[2:]),
         [prompt for prompt in world.prompts for _ in world.places],
-    ).reshape(count, places)
-    richness = np.linspace(0.0, 1.0, places)
+    ).reshape(count, steps)
+    richness = np.linspace(0.0, 1.0, steps)
     centred = richness - richness.mean()
-    slope = (each @ centred) / (centred @ centred) / each.std()
-    upper = np.triu_indices(places, 1)
-    sign = np.sign(each[:, upper[1]] - each[:, upper[0]])
-    shown = [slope, (sign.mean(1) + 1) / 2]
-    for place, images in world.wrong.values():
+    slope = (grid @ centred) / (centred @ centred) / grid.std()
+    upper = np.triu_indices(steps, 1)
+    sign = np.sign(grid[:, upper[1]] - grid[:, upper[0]])
+    columns = [slope, (sign.mean(1) + 1) / 2]
+    for column, images in world.wrong.values():
         miss = scores(judge, images, world.prompts)
-        shown.append((np.sign(each[np.arange(count), place] - miss) + 1) / 2)
-    means = " | ".join(f"{value:.3f}" for value in each.mean(0))
-    return f"| {name} | {means} | {' | '.join(interval(values, mean) for values in shown)} |"
+        columns.append((np.sign(grid[np.arange(count), column] - miss) + 1) / 2)
+    means = " | ".join(f"{value:.3f}" for value in grid.mean(0))
+    return f"| {name} | {means} | {' | '.join(interval(values, mean) for values in columns)} |"
 
 
 def table(judges: dict[str, Any], world: World) -> None:
@@ -212,12 +212,12 @@ def triples(folder: Path, seed: int, count: int) -> dict[str, Path]:
         rng, number = np.random.default_rng([seed, 62, number]), number + 1
         record = world.record(rng)
         wrong, right, more = (
-            sample_scene(one, rng, style=str(rng.choice(STYLES))) for one in (world.near(record, rng), record, record)
+            sample_scene(r, rng, style=str(rng.choice(STYLES))) for r in (world.near(record, rng), record, record)
         )
         rich = cluttered(more, record, int(rng.integers(1, MOST + 1)), rng)
         if rich is None or verify_scene(wrong, free(record)).correct:
             continue
-        names = [f"images/{number}_{place}.png" for place in range(3)]
+        names = [f"images/{number}_{index}.png" for index in range(3)]
         for name, scene in zip(names, (wrong, right, rich[-1]), strict=True):
             Image.fromarray(render(scene)).save(folder / name)
         pair = {"prompt": record["prompt"], "image_left": names[0], "image_right": names[1], "label": 0.0}
@@ -228,12 +228,12 @@ def triples(folder: Path, seed: int, count: int) -> dict[str, Path]:
     return files
 
 
-def trained(folder: Path, given: argparse.Namespace) -> dict[str, tuple[str, dict[str, Any]]]:
+def trained(folder: Path, arguments: argparse.Namespace) -> dict[str, tuple[str, dict[str, Any]]]:
     """Judge -> (reward, its options) of those that learnt here."""
-    seed = given.seed
-    files = triples(folder, seed, given.triples)
+    seed = arguments.seed
+    files = triples(folder, seed, arguments.triples)
     theta = round(right_cosine(CLIP, seed), 2)
-    updates = given.triples // BATCH
+    updates = arguments.triples // BATCH
     for kind, changes in {
         "ict": [f"data.theta={theta}", f"data.train={files['triples']}"],
         "hp": [f"data.train={files['pairs']}", "data.kinds=[alignment,quality,richness,mixed]"],
@@ -263,30 +263,30 @@ def right_cosine(clip: str, seed: int, count: int = 500) -> float:
     return float(np.median(scores(Ict(clip), images, [scene.record["prompt"] for scene in scenes])))
 
 
-def policies(folder: Path, judges: dict[str, tuple[str, dict[str, Any]]], given: argparse.Namespace) -> None:
+def policies(folder: Path, judges: dict[str, tuple[str, dict[str, Any]]], arguments: argparse.Namespace) -> None:
     """A row per reward: verified accuracy and extra objects on held-out prompts, before and after."""
     prompts = {}
-    held = heldout_prompts()
-    for name, records in (("train", train_prompts()), ("heldout", held), ("few", held[::40])):
+    heldout = heldout_prompts()
+    for name, records in (("train", train_prompts()), ("heldout", heldout), ("few", heldout[::40])):
         prompts[name] = write_rows(folder / f"{name}_prompts.jsonl", map(free, records))
     loras: dict[str, list[str]] = {"before": []}
     for name, (kind, options) in judges.items():
-        made = folder / "policies" / "".join(c if c.isalnum() else "_" for c in name)
-        if not (made / "summary.json").is_file():
+        run = folder / "policies" / "".join(c if c.isalnum() else "_" for c in name)
+        if not (run / "summary.json").is_file():
             run_visalign(
                 "train", "shapes_grpo_guard", f"data.train={prompts['train']}",
                 f"data.heldout={prompts['few']}",
                 f"rewards.terms={{judge: {{name: {kind}, options: {json.dumps(options)}}}}}",
-                f"seed={given.seed}", "evaluation.every=0", "rollout.prompts_per_iteration=12",
-                f"run.iterations={given.iterations}", "run.max_seconds=null", "-o", str(made),
+                f"seed={arguments.seed}", "evaluation.every=0", "rollout.prompts_per_iteration=12",
+                f"run.iterations={arguments.iterations}", "run.max_seconds=null", "-o", str(run),
             )  # fmt: skip
-        loras[name] = ["--lora", str(made / "lora")]
-    found = {name: counted(folder / "samples" / str(n), prompts["heldout"], lora)
-             for n, (name, lora) in enumerate(loras.items())}  # fmt: skip
-    first = found["CLIP score"]
+        loras[name] = ["--lora", str(run / "lora")]
+    outcomes = {name: counted(folder / "samples" / str(n), prompts["heldout"], lora)
+                for n, (name, lora) in enumerate(loras.items())}  # fmt: skip
+    first = outcomes["CLIP score"]
     print("\n| reward | verified accuracy | over the CLIP's | extra objects | over the CLIP's |")
     print("|---|---|---|---|---|")
-    for name, own in found.items():
+    for name, own in outcomes.items():
         gains = ["" if name == "CLIP score" else interval((own - first)[:, column], mean) for column in range(2)]
         print(f"| {name} | {own[:, 0].mean():.3f} | {gains[0]} | {own[:, 1].mean():.3f} | {gains[1]} |", flush=True)
 
@@ -294,19 +294,19 @@ def policies(folder: Path, judges: dict[str, tuple[str, dict[str, Any]]], given:
 def counted(folder: Path, prompts: Path, lora: list[str]) -> np.ndarray:
     """[P, 2] of held-out prompts: share of right images, mean number of extra objects."""
     if not (folder / "images.jsonl").is_file():
-        shutil.rmtree(folder, ignore_errors=True)  # what was broken off
+        shutil.rmtree(folder, ignore_errors=True)  # an interrupted run
         run_visalign("sample", str(prompts), "--seeds", "0-1", *lora, "-o", str(folder))
     records = read_rows(prompts)
     by_prompt: dict[str, list[tuple[float, float]]] = {record["prompt"]: [] for record in records}
-    wanted = {record["prompt"]: record for record in records}
+    record_of = {record["prompt"]: record for record in records}
     rows = read_rows(folder / "images.jsonl")
     images = np.array([np.array(Image.open(folder / row["image"]).convert("RGB")) for row in rows])
     for row, objects in zip(rows, detect(images), strict=True):
-        record = wanted[row["prompt"]]
-        asked = sum(entry["count"] for entry in record["include"])
+        record = record_of[row["prompt"]]
+        required = sum(entry["count"] for entry in record["include"])
         right = float(verdict(objects, record).correct)
-        by_prompt[row["prompt"]].append((right, float(max(len(objects) - asked, 0))))
-    return np.array([np.mean(each, axis=0) for each in by_prompt.values()])
+        by_prompt[row["prompt"]].append((right, float(max(len(objects) - required, 0))))
+    return np.array([np.mean(outcomes, axis=0) for outcomes in by_prompt.values()])
 
 
 def main() -> None:
@@ -320,28 +320,28 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="of --clutter: runs that are there are not repeated")
     parser.add_argument("--triples", type=int, default=3200, help="that ICT learns from")
     parser.add_argument("--iterations", type=int, default=15, help="of the policies; 0: none")
-    given = parser.parse_args()
-    if given.clutter:
-        if given.output is None:
+    arguments = parser.parse_args()
+    if arguments.clutter:
+        if arguments.output is None:
             parser.error("--clutter trains judges; give --output FOLDER.")
         torch.set_num_threads(1)
-        folder = given.output.resolve()
+        folder = arguments.output.resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        rewards = trained(folder, given)
+        rewards = trained(folder, arguments)
         judges = {name: load_judge(kind, **options) for name, (kind, options) in rewards.items()}
-        table(judges, draw_clutter(given.scenes, given.seed))
-        if given.iterations:
-            policies(folder, {name: rewards[name] for name in LEARNT}, given)
+        table(judges, draw_clutter(arguments.scenes, arguments.seed))
+        if arguments.iterations:
+            policies(folder, {name: rewards[name] for name in LEARNT}, arguments)
         return
     table(
         {
             "CLIP score": ClipScore("shapes-clip"),
-            f"CLIP score, truncated at {given.theta:g}": Ict("shapes-clip", threshold=given.theta),
-            "ICT (trained)": Ict(given.ict),
-            "HP (trained)": Hp(given.hp),
-            "ICT · σ(HP)": IctHp(given.ict, given.hp, mode="upstream"),
+            f"CLIP score, truncated at {arguments.theta:g}": Ict("shapes-clip", threshold=arguments.theta),
+            "ICT (trained)": Ict(arguments.ict),
+            "HP (trained)": Hp(arguments.hp),
+            "ICT · σ(HP)": IctHp(arguments.ict, arguments.hp, mode="upstream"),
         },
-        draw(given.scenes, given.seed),
+        draw(arguments.scenes, arguments.seed),
     )
 
 

@@ -75,14 +75,14 @@ def cut(folder: Path, layers: int) -> Path:
     """`shapes-vlm` with its first language layers."""
     if folder.is_dir():
         return folder
-    whole = assets_folder() / "shapes-vlm"
-    gone = tuple(f"model.layers.{number}." for number in range(layers, MOST))
-    weights = load_file(whole / "model.safetensors")
-    kept = {name: weight for name, weight in weights.items() if not name.startswith(gone)}
+    source = assets_folder() / "shapes-vlm"
+    dropped = tuple(f"model.layers.{number}." for number in range(layers, MOST))
+    weights = load_file(source / "model.safetensors")
+    remaining = {name: weight for name, weight in weights.items() if not name.startswith(dropped)}
     part = folder.with_suffix(".part")
-    shutil.copytree(whole, part, dirs_exist_ok=True)
-    save_file(kept, part / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((whole / "config.json").read_text(encoding="utf-8"))
+    shutil.copytree(source, part, dirs_exist_ok=True)
+    save_file(remaining, part / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     text = config["text_config"]
     text |= {"num_hidden_layers": layers, "layer_types": text["layer_types"][:layers]}
     (part / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
@@ -103,42 +103,42 @@ def trained(folder: Path, kind: str, model: Path, pairs: int, seed: int) -> Path
     return folder / "judge"
 
 
-def prompts(folder: Path, seed: int, each: int) -> Path:
-    """A table of training prompts, as many of each category where there are."""
+def prompts(folder: Path, seed: int, per_category: int) -> Path:
+    """A table of training prompts, as many of each category, if there are enough."""
     table = folder / "prompts.jsonl"
     if not table.is_file():
-        known, order, chosen = train_prompts(), np.random.default_rng(seed), []
+        records, order, chosen = train_prompts(), np.random.default_rng(seed), []
         for name in CATEGORIES:
-            own = [record for record in known if record["tag"] == name]
-            chosen += [own[place] for place in order.permutation(len(own))[:each]]
+            own = [record for record in records if record["tag"] == name]
+            chosen += [own[index] for index in order.permutation(len(own))[:per_category]]
         write_rows(table, chosen)
     return table
 
 
-def sampled(folder: Path, asked: Path, first: int = 0) -> dict[str, list[str]]:
+def sampled(folder: Path, prompt_file: Path, first: int = 0) -> dict[str, list[str]]:
     """Prompt -> its samples by the packaged generator."""
     if not (folder / "images.jsonl").is_file():
         seeds = f"{first}-{first + SAMPLES - 1}"
-        run_visalign("sample", str(asked), "--seeds", seeds, "--batch-size", "96", "-o", str(folder))
-    found: dict[str, list[str]] = {}
+        run_visalign("sample", str(prompt_file), "--seeds", seeds, "--batch-size", "96", "-o", str(folder))
+    samples: dict[str, list[str]] = {}
     for row in read_rows(folder / "images.jsonl"):
-        found.setdefault(row["prompt"], []).append(str(folder / row["image"]))
-    return found
+        samples.setdefault(row["prompt"], []).append(str(folder / row["image"]))
+    return samples
 
 
-def references(folder: Path, asked: Path, samples: Path, judge: Path) -> dict[str, Path]:
+def references(folder: Path, prompt_file: Path, samples: Path, judge: Path) -> dict[str, Path]:
     """Tables of the same prompts, whose records name the best or the worst samples of the prompt."""
     tables = {name: folder / f"{name}.jsonl" for name in ("best", "worst")}
     if all(table.is_file() for table in tables.values()):
         return tables
-    images = sampled(samples, asked)
+    images = sampled(samples, prompt_file)
     ranker = ReferenceReward(RewardDancePairs(str(judge)))
     rows: dict[str, list[Any]] = {name: [] for name in tables}
-    for record in read_rows(asked):
+    for record in read_rows(prompt_file):
         own = images[record["prompt"]]
         order = ranker.rank(own, record["prompt"], record)
-        for name, kept in (("best", order[:REFERENCES]), ("worst", order[-REFERENCES:])):
-            rows[name].append({**record, "references": [own[place] for place in kept]})
+        for name, selected in (("best", order[:REFERENCES]), ("worst", order[-REFERENCES:])):
+            rows[name].append({**record, "references": [own[index] for index in selected]})
     return {name: write_rows(table, rows[name]) for name, table in tables.items()}
 
 
@@ -157,33 +157,33 @@ def policy(folder: Path, reward: str, judge: Path, table: Path, seed: int, itera
         )  # fmt: skip
 
 
-def run(folder: Path, arm: str, given: argparse.Namespace, seed: int) -> None:
-    """Judge and policy of an arm; what is there stays."""
+def run(folder: Path, arm: str, options: argparse.Namespace, seed: int) -> None:
+    """Train judge and policy of an arm, unless they exist."""
     layers, choice = ARMS[arm]
     kind = ALONE if choice is None else PAIR
-    judge = trained(judge_of(folder, arm), kind, cut(folder / f"cut{layers}", layers), given.pairs, seed)
-    if arm not in given.policies:
+    judge = trained(judge_of(folder, arm), kind, cut(folder / f"cut{layers}", layers), options.pairs, seed)
+    if arm not in options.policies:
         return
-    asked, reward = prompts(folder, seed, given.each), "reward_dance"
+    prompt_file, reward = prompts(folder, seed, options.each), "reward_dance"
     if choice is not None:
-        asked = references(folder / "references", asked, folder / "references" / "samples", judge)[choice]
+        prompt_file = references(folder / "references", prompt_file, folder / "references" / "samples", judge)[choice]
         reward = f"{Path(__file__).resolve()}:AgainstReferences"
-    policy(policy_of(folder, arm), reward, judge, asked, seed, given.iterations)
+    policy(policy_of(folder, arm), reward, judge, prompt_file, seed, options.iterations)
 
 
 def picked(output: Path, folder: Path, arm: str) -> tuple[np.ndarray, np.ndarray]:
     """[P] share of right images among 8 samples of a held-out prompt; [P] whether the judge's is one."""
     choice, judge = ARMS[arm][1], judge_of(folder, arm) / "judge"
-    asked = write_rows(output / "heldout.jsonl", heldout_prompts())
-    images = sampled(output / "candidates", asked, first=SAMPLES)
+    prompt_file = write_rows(output / "heldout.jsonl", heldout_prompts())
+    images = sampled(output / "candidates", prompt_file, first=SAMPLES)
     reward: Any = load_judge("reward_dance", model=str(judge)) if choice is None else AgainstReferences(str(judge))
     if choice is not None:
-        asked = references(folder / "heldout", asked, output / "pool", judge)[choice]
-    records = [record for record in read_rows(asked) for _ in range(SAMPLES)]
-    shown = [image for record in records[::SAMPLES] for image in images[record["prompt"]]]
-    told = [record["prompt"] for record in records]
-    scores = reward.score(shown, told, records).value.view(-1, SAMPLES)
-    truth = load_reward("shapes_verifier").score(shown, told, records).value.view(-1, SAMPLES)
+        prompt_file = references(folder / "heldout", prompt_file, output / "pool", judge)[choice]
+    records = [record for record in read_rows(prompt_file) for _ in range(SAMPLES)]
+    candidates = [image for record in records[::SAMPLES] for image in images[record["prompt"]]]
+    texts = [record["prompt"] for record in records]
+    scores = reward.score(candidates, texts, records).value.view(-1, SAMPLES)
+    truth = load_reward("shapes_verifier").score(candidates, texts, records).value.view(-1, SAMPLES)
     return truth.mean(1).numpy(), truth.gather(1, scores.argmax(1, keepdim=True))[:, 0].numpy()
 
 
@@ -208,38 +208,38 @@ def right(folder: Path, arm: str, count: int) -> dict[str, int]:
     }
 
 
-def shown(found: Interval, sign: str = "") -> str:
-    return f"{found.estimate:{sign}.3f} ({found.low:{sign}.3f} to {found.high:{sign}.3f})"
+def shown(interval: Interval, sign: str = "") -> str:
+    return f"{interval.estimate:{sign}.3f} ({interval.low:{sign}.3f} to {interval.high:{sign}.3f})"
 
 
 def change(before: list[np.ndarray], after: list[np.ndarray], prompts: list[str]) -> str:
-    """What is right after over before, paired over the prompts of all seeds."""
+    """Gain in right images over before, paired over the prompts of all seeds."""
     first, second = np.concatenate(before), np.concatenate(after)
     labels = [prompt for _ in before for prompt in prompts]
-    made = paired_bootstrap(first, second, labels, generator=torch.Generator().manual_seed(0))
-    return shown(made, "+")
+    interval = paired_bootstrap(first, second, labels, generator=torch.Generator().manual_seed(0))
+    return shown(interval, "+")
 
 
-def measured(output: Path, folders: list[Path], arm: str, given: argparse.Namespace) -> dict[str, Any]:
-    """What the table tells of an arm: texts of its columns, and outcomes [P] a seed."""
-    counts = [right(folder, arm, given.heldout) for folder in folders]
-    found: dict[str, Any] = {
-        name: shown(wilson_interval(sum(one[name] for one in counts), given.heldout * len(counts)))
+def measured(output: Path, folders: list[Path], arm: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Entries of the table for an arm: texts of its columns, and outcomes [P] a seed."""
+    counts = [right(folder, arm, options.heldout) for folder in folders]
+    columns: dict[str, Any] = {
+        name: shown(wilson_interval(sum(count[name] for count in counts), options.heldout * len(counts)))
         for name in counts[0]
     }
-    found["lot"], found["best of 8"] = (
+    columns["lot"], columns["best of 8"] = (
         list(side) for side in zip(*(picked(output, f, arm) for f in folders), strict=True)
     )
-    if arm in given.policies:
+    if arm in options.policies:
         runs, spread = [policy_of(folder, arm) for folder in folders], []
         for side in ("before", "after"):
-            ends = [load_heldout(made / f"{side}.npz") for made in runs]
-            found[side] = [one.outcome().reshape(-1, len(set(one.seeds.tolist()))).mean(1) for one in ends]
-        for made in runs:
-            own = [row["reward_group_std"] for row in read_metrics(made / "metrics.jsonl")]
+            ends = [load_heldout(path / f"{side}.npz") for path in runs]
+            columns[side] = [end.outcome().reshape(-1, len(set(end.seeds.tolist()))).mean(1) for end in ends]
+        for path in runs:
+            own = [row["reward_group_std"] for row in read_metrics(path / "metrics.jsonl")]
             spread.append(np.mean(own[-3:]) / np.mean(own[:3]))
-        found["spread"] = f"{np.mean(spread):.2f}"
-    return found
+        columns["spread"] = f"{np.mean(spread):.2f}"
+    return columns
 
 
 def main() -> None:
@@ -251,23 +251,23 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=12, help="of the policies")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--policies", nargs="*", choices=ARMS, default=list(ARMS), help="that are trained")
-    given = parser.parse_args()
-    output, asked = given.output.resolve(), [record["prompt"] for record in heldout_prompts()]
-    folders = [output / f"seed{seed}" for seed in given.seeds]
-    for folder, seed in zip(folders, given.seeds, strict=True):
+    options = parser.parse_args()
+    output, texts = options.output.resolve(), [record["prompt"] for record in heldout_prompts()]
+    folders = [output / f"seed{seed}" for seed in options.seeds]
+    for folder, seed in zip(folders, options.seeds, strict=True):
         for arm in ARMS:
-            run(folder, arm, given, seed)
+            run(folder, arm, options, seed)
     table = Table(
         "judge", "known grounds", "other grounds", "best of 8, over one by lot", "trained, over before",
-        "spread left", title=f"{given.pairs} pairs, {given.iterations} iterations, seeds {given.seeds}",
+        "spread left", title=f"{options.pairs} pairs, {options.iterations} iterations, seeds {options.seeds}",
     )  # fmt: skip
     arms: dict[str, dict[str, Any]] = {}
     for arm in ARMS:
-        arms[arm] = measured(output, folders, arm, given)
+        arms[arm] = measured(output, folders, arm, options)
         (output / "arms.json").write_text(json.dumps(arms, default=np.ndarray.tolist), encoding="utf-8")
     for arm, own in arms.items():
         cells = [
-            f"{np.mean(own[one]):.3f} -> {np.mean(own[other]):.3f}, {change(own[one], own[other], asked)}"
+            f"{np.mean(own[one]):.3f} -> {np.mean(own[other]):.3f}, {change(own[one], own[other], texts)}"
             if one in own
             else ""
             for one, other in (("lot", "best of 8"), ("before", "after"))
@@ -275,7 +275,7 @@ def main() -> None:
         table.add_row(arm, own["known grounds"], own["other grounds"], *cells, own.get("spread", ""))
     for one, other in LEADS:
         leads = [
-            change(arms[other][key], arms[one][key], asked)
+            change(arms[other][key], arms[one][key], texts)
             if {one, other} <= {a for a in arms if key in arms[a]}
             else ""
             for key in ("best of 8", "after")

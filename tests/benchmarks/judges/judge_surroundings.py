@@ -38,19 +38,19 @@ def on_canvas(color: tuple[int, int, int] | None) -> PatchedImage:
     """An image on a canvas of this color, or of its own ground where it is None."""
 
     def draw(scene: Scene, rng: np.random.Generator) -> np.ndarray:
-        whole = np.empty((SIDE, SIDE, 3), dtype=np.uint8)
-        whole[:] = scene.background if color is None else color
+        canvas = np.empty((SIDE, SIDE, 3), dtype=np.uint8)
+        canvas[:] = scene.background if color is None else color
         top, left = (int(v) for v in rng.integers(SIDE - SIZE + 1, size=2))
-        whole[top : top + SIZE, left : left + SIZE] = render(scene)
-        return whole
+        canvas[top : top + SIZE, left : left + SIZE] = render(scene)
+        return canvas
 
     return draw
 
 
 def enlarged(scene: Scene, _: np.random.Generator) -> np.ndarray:
     """An image at twice its size, which must not be taken for one on a canvas."""
-    whole = Image.fromarray(render(scene)).resize((SIDE, SIDE), Image.Resampling.BICUBIC)
-    return np.asarray(whole)
+    image = Image.fromarray(render(scene)).resize((SIDE, SIDE), Image.Resampling.BICUBIC)
+    return np.asarray(image)
 
 
 def on_ground(color: tuple[int, int, int], specks: bool = False) -> PatchedImage:
@@ -107,11 +107,11 @@ def main() -> None:
     arguments = parser.parse_args()
     print("| judge | " + " | ".join(arguments.surfaces) + " |")
     print("|---|" + "---|" * len(arguments.surfaces))
-    for given in arguments.judges:
-        name, _, folder = given.partition("=")
+    for argument in arguments.judges:
+        name, _, folder = argument.partition("=")
         judge, kinds = (load_judge(name, **({"model": folder} if folder else {})), KINDS.get(name, ("alignment",)))
-        found = [accuracy(judge, surface, kinds, arguments.pairs) for surface in arguments.surfaces]
-        print(f"| {given} | " + " | ".join(f"{value:.3f}" for value in found) + " |", flush=True)
+        accuracies = [accuracy(judge, surface, kinds, arguments.pairs) for surface in arguments.surfaces]
+        print(f"| {argument} | " + " | ".join(f"{value:.3f}" for value in accuracies) + " |", flush=True)
 
 
 if __name__ == "__main__":

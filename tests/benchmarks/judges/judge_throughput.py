@@ -89,21 +89,21 @@ def vlm() -> tuple[Way, Way]:
     def ours(levels: list[Tensor], images: list[Image.Image], prompts: list[str]) -> Tensor:
         judge.clear_features()
         judge.rows.refresh()
-        asks = [Query(images=[level], prompt=text) for level, text in zip(levels, prompts, strict=True)]
-        logits = judge.answer_logits(template, asks, ids).logits
+        queries = [Query(images=[level], prompt=text) for level, text in zip(levels, prompts, strict=True)]
+        logits = judge.answer_logits(template, queries, ids).logits
         return logits[:, 0] - logits[:, 1]
 
     @torch.no_grad()
     def theirs(levels: list[Tensor], images: list[Image.Image], prompts: list[str]) -> Tensor:
-        found = []
+        values = []
         for image, prompt in zip(images, prompts, strict=True):
             text = processor.apply_chat_template(
                 template.filled({"prompt": prompt}), tokenize=False, add_generation_prompt=True
             )
-            given = processor(text=[text + template.answer_prefix], images=[image], return_tensors="pt")
-            logits = judge.model(**given).logits[0, -1, ids]
-            found.append(logits[0] - logits[1])
-        return torch.stack(found)
+            batch = processor(text=[text + template.answer_prefix], images=[image], return_tensors="pt")
+            logits = judge.model(**batch).logits[0, -1, ids]
+            values.append(logits[0] - logits[1])
+        return torch.stack(values)
 
     return ours, theirs
 

@@ -69,8 +69,8 @@ def join(members: Sequence[str], output: Path) -> None:
     """Join trained judges, align levels and scales on images of training prompts, save as float16."""
     judge = LoraEnsembleReward.from_members(members)
     pairs = shapes_pairs(ALIGN_SEED, ALIGNED, split="train")
-    known = [(image, one.prompt) for one in map(pairs.__getitem__, range(ALIGNED)) for image in one.images]
-    judge.align([image for image, _ in known], [prompt for _, prompt in known])
+    images = [(image, pair.prompt) for pair in map(pairs.__getitem__, range(ALIGNED)) for image in pair.images]
+    judge.align([image for image, _ in images], [prompt for _, prompt in images])
     with torch.no_grad():
         for value in judge.model.tensors().values():
             value.copy_(value.half())  # exact numbers of float16 are saved as such
@@ -80,22 +80,22 @@ def join(members: Sequence[str], output: Path) -> None:
 @torch.no_grad()
 def ask(judge: LoraEnsembleReward, images: Sequence[Tensor], prompts: Sequence[str]) -> Said:
     """What each member says, with its own deviation, which `Scores` does not carry."""
-    model, found = judge.model, []
+    model, outputs = judge.model, []
     for images_, prompts_ in batches(images, prompts):
-        asks = [Query(images=[one], prompt=prompt) for one, prompt in zip(images_, prompts_, strict=True)]
-        rows, reasons = model.engine.encode(model.template, asks, at=REWARD_TOKEN)
+        queries = [Query(images=[image], prompt=prompt) for image, prompt in zip(images_, prompts_, strict=True)]
+        rows, reasons = model.engine.encode(model.template, queries, at=REWARD_TOKEN)
         assert not any(reasons), reasons
         mean, log_std = model([row for row in rows if row is not None])
-        found.append(torch.stack([mean, log_std.exp()]).double())
-    mean, std = torch.cat(found, 2)
+        outputs.append(torch.stack([mean, log_std.exp()]).double())
+    mean, std = torch.cat(outputs, 2)
     return Said(mean=mean, std=std)
 
 
 def ask_single(judge: HPSv3, images: Sequence[Tensor], prompts: Sequence[str]) -> Said:
     """What one judge says, as of an ensemble of one."""
-    found = [judge.score(*one) for one in batches(images, prompts)]
-    assert all(bool(scores.valid.all()) for scores in found)
-    mean, std = (torch.cat([scores.parts[name] for scores in found]) for name in ("mean", "std"))
+    all_scores = [judge.score(*batch) for batch in batches(images, prompts)]
+    assert all(bool(scores.valid.all()) for scores in all_scores)
+    mean, std = (torch.cat([scores.parts[name] for scores in all_scores]) for name in ("mean", "std"))
     return Said(mean=mean.double()[None], std=std.double()[None])
 
 
@@ -105,26 +105,26 @@ def batches(images: Sequence[Tensor], prompts: Sequence[str]) -> Iterator[tuple[
         yield list(images[start : start + BATCH]), list(prompts[start : start + BATCH])
 
 
-def check(said: Said, scores: Scores) -> None:
-    """What is measured from the members is what the judge says."""
+def check(answers: Said, scores: Scores) -> None:
+    """Check the members' mean and deviation against the judge's."""
     assert scores.std is not None
     count = len(scores.value)
-    for mine, theirs in ((said.value, scores.value), (said.total, scores.std)):
+    for mine, theirs in ((answers.value, scores.value), (answers.total, scores.std)):
         torch.testing.assert_close(mine[:count], theirs.double(), rtol=1e-4, atol=1e-5)
 
 
 def labels(examples: Sequence[Example]) -> HeldoutPairs:
-    """Truth and votes of pairs, on which nobody has said anything yet."""
-    votes = torch.tensor([one.votes for one in examples]).double()
+    """Truth and votes of pairs that no judge has scored yet."""
+    votes = torch.tensor([example.votes for example in examples]).double()
     weight = votes.sum(1)
     return HeldoutPairs(
         difference=torch.zeros(len(examples), dtype=torch.float64),
         prob=None,
         std=None,
-        truth=torch.tensor([one.truth for one in examples]).double(),
+        truth=torch.tensor([example.truth for example in examples]).double(),
         share=(votes[:, 0] + votes[:, 2] / 2) / weight,
         weight=weight,
-        clear=torch.tensor([one.clear for one in examples]),
+        clear=torch.tensor([example.clear for example in examples]),
     )
 
 
@@ -138,13 +138,13 @@ def readings(pairs: HeldoutPairs, left: Said, right: Said) -> dict[str, HeldoutP
     """What can be made of the members, by the row's name."""
     leads = left.mean - right.mean
     stated = pair_deviation(left.std, right.std)
-    alone = [judged(pairs, lead, std) for lead, std in zip(leads, stated, strict=True)]
+    members = [judged(pairs, lead, std) for lead, std in zip(leads, stated, strict=True)]
     lead, between = leads.mean(0), leads.std(0)
     aleatoric = pair_deviation(left.aleatoric, right.aleatoric)
     both = pair_deviation(left.epistemic, right.epistemic)
     scored = pair_deviation(left.total, right.total)
-    mixed = torch.stack([one.prob for one in alone if one.prob is not None]).mean(0)
-    return {f"member {m} alone": one for m, one in enumerate(alone)} | {
+    mixed = torch.stack([member.prob for member in members if member.prob is not None]).mean(0)
+    return {f"member {m} alone": member for m, member in enumerate(members)} | {
         "ensemble, total deviation of the difference": judged(pairs, lead, torch.hypot(between, aleatoric)),
         "ensemble, epistemic of the difference": judged(pairs, lead, between, likely=False),
         "ensemble, aleatoric alone": judged(pairs, lead, aleatoric),
@@ -156,13 +156,13 @@ def readings(pairs: HeldoutPairs, left: Said, right: Said) -> dict[str, HeldoutP
 
 def drawn(pairs: HeldoutPairs, names: Sequence[str]) -> Tensor:
     """[DRAWS, names] measures of pairs drawn with replacement; the same draws for every judge."""
-    generator, size, found = torch.Generator().manual_seed(0), len(pairs.truth), []
+    generator, size, rows = torch.Generator().manual_seed(0), len(pairs.truth), []
     for _ in range(DRAWS):
         at = torch.randint(size, (size,), generator=generator)
         columns = {name: value[at] for name, value in vars(pairs).items() if value is not None}
         measures = pair_measures(replace(pairs, **columns))
-        found.append([measures[name] for name in names])
-    return torch.tensor(found, dtype=torch.float64)
+        rows.append([measures[name] for name in names])
+    return torch.tensor(rows, dtype=torch.float64)
 
 
 def spread(draws: Tensor, form: str = ".3f") -> str:
@@ -177,14 +177,14 @@ def line(name: str, pairs: HeldoutPairs) -> str:
     cells = [f"{measures[key]:.3f}" if key in measures else "–" for key in COLUMNS]
     if pairs.std is not None:
         draws = drawn(replace(pairs, prob=None), COLUMNS[4:])
-        cells[4:] = [f"{cell} {spread(one)}" for cell, one in zip(cells[4:], draws.T, strict=True)]
+        cells[4:] = [f"{cell} {spread(column)}" for cell, column in zip(cells[4:], draws.T, strict=True)]
     return f"| {' | '.join([name, *cells])} |"
 
 
 def compare(pairs: HeldoutPairs, other: HeldoutPairs) -> str:
     """How far two judges of the same pairs are apart."""
     keys = ("accuracy_all", "nll")
-    mine, theirs = (pair_measures(replace(one, std=None)) for one in (pairs, other))
+    mine, theirs = (pair_measures(replace(side, std=None)) for side in (pairs, other))
     draws = drawn(replace(pairs, std=None), keys) - drawn(replace(other, std=None), keys)
     return ", ".join(
         f"{name} {mine[key] - theirs[key]:+.4f} {spread(draws[:, at], '+.4f')}"
@@ -192,51 +192,51 @@ def compare(pairs: HeldoutPairs, other: HeldoutPairs) -> str:
     )
 
 
-def unusual(held: Tensor) -> dict[str, Tensor]:
+def unusual(heldout: Tensor) -> dict[str, Tensor]:
     """Images [N, 3, 64, 64] that no member has met, by their name, after the held-out ones themselves."""
     generator = torch.Generator().manual_seed(1)
-    count, places = len(held), (held.shape[-1] // TILE) ** 2
-    tiles = F.unfold(held, TILE, stride=TILE)
-    shuffled = torch.stack([one[:, torch.randperm(places, generator=generator)] for one in tiles])
+    count, tile_count = len(heldout), (heldout.shape[-1] // TILE) ** 2
+    tiles = F.unfold(heldout, TILE, stride=TILE)
+    shuffled = torch.stack([image[:, torch.randperm(tile_count, generator=generator)] for image in tiles])
     return {
-        "held out": held,
-        "noise": torch.rand(held.shape, generator=generator),
-        "blank": torch.rand(count, 3, 1, 1, generator=generator).expand(held.shape),
-        "colours inverted": 1 - held,
-        "upside down": held.flip(2),
-        "shrunk to 12 pixels": F.interpolate(held, (12, 12), mode="area"),
-        "stretched, 48 x 192": F.interpolate(held, (48, 192), mode="bilinear", antialias=True).clamp(0, 1),
-        "tiles shuffled": F.fold(shuffled, held.shape[-2:], TILE, stride=TILE),
+        "held out": heldout,
+        "noise": torch.rand(heldout.shape, generator=generator),
+        "blank": torch.rand(count, 3, 1, 1, generator=generator).expand(heldout.shape),
+        "colours inverted": 1 - heldout,
+        "upside down": heldout.flip(2),
+        "shrunk to 12 pixels": F.interpolate(heldout, (12, 12), mode="area"),
+        "stretched, 48 x 192": F.interpolate(heldout, (48, 192), mode="bilinear", antialias=True).clamp(0, 1),
+        "tiles shuffled": F.fold(shuffled, heldout.shape[-2:], TILE, stride=TILE),
     }
 
 
-def unusual_line(name: str, said: Said, usual: Said) -> str:
+def unusual_line(name: str, answers: Said, usual: Said) -> str:
     """One row of the second table."""
     at = torch.tensor([0.25, 0.5, 0.75, 0.95], dtype=torch.float64)
-    parts = " / ".join(f"{value:.2f}" for value in said.epistemic.quantile(at).tolist())
+    parts = " / ".join(f"{value:.2f}" for value in answers.epistemic.quantile(at).tolist())
     odd = torch.arange(2 * len(usual.value)) >= len(usual.value)
-    told = [
+    aurocs = [
         auroc(torch.cat(values), odd)
-        for values in ((usual.epistemic, said.epistemic), (usual.aleatoric, said.aleatoric))
+        for values in ((usual.epistemic, answers.epistemic), (usual.aleatoric, answers.aleatoric))
     ]
-    return f"| {name} | {parts} | {said.aleatoric.median():.2f} | {told[0]:.2f} | {told[1]:.2f} |"
+    return f"| {name} | {parts} | {answers.aleatoric.median():.2f} | {aurocs[0]:.2f} | {aurocs[1]:.2f} |"
 
 
-def pair_table(judge: LoraEnsembleReward, beside: str, held: Sequence[Example]) -> None:
+def pair_table(judge: LoraEnsembleReward, beside: str, examples: Sequence[Example]) -> None:
     """Print the first table, and how far the ensemble and the single judge are apart."""
-    prompts, known, single = [one.prompt for one in held], labels(held), HPSv3(beside)
-    sides = [[one.images[side] for one in held] for side in (0, 1)]
+    prompts, pairs, single = [example.prompt for example in examples], labels(examples), HPSv3(beside)
+    sides = [[example.images[side] for example in examples] for side in (0, 1)]
     left, right = (ask(judge, side, prompts) for side in sides)
     check(left, judge.score(sides[0][:BATCH], prompts[:BATCH]))
-    found = readings(known, left, right)
-    one, other = (ask_single(single, side, prompts) for side in sides)
-    alone = judged(known, (one.mean - other.mean)[0], pair_deviation(one.std, other.std)[0])
-    print(f"{len(held)} held-out pairs; 95 % intervals by {DRAWS} bootstrap draws\n")
+    rows = readings(pairs, left, right)
+    first, second = (ask_single(single, side, prompts) for side in sides)
+    single_pairs = judged(pairs, (first.mean - second.mean)[0], pair_deviation(first.std, second.std)[0])
+    print(f"{len(examples)} held-out pairs; 95 % intervals by {DRAWS} bootstrap draws\n")
     print("| | clear truth | all | ECE | NLL, nats | AUROC | at equal lead |\n" + "|---" * 7 + "|")
-    for name, said in {**found, f"`{Path(beside).name}`": alone}.items():
-        print(line(name, said), flush=True)
+    for name, row in {**rows, f"`{Path(beside).name}`": single_pairs}.items():
+        print(line(name, row), flush=True)
     for name in ("ensemble, total deviation of the difference", "mean of the members' probabilities"):
-        print(f"\n{name}, minus `{Path(beside).name}`: {compare(found[name], alone)}", flush=True)
+        print(f"\n{name}, minus `{Path(beside).name}`: {compare(rows[name], single_pairs)}", flush=True)
     print(f"\nLeads, root mean square, and their stated deviations, median: {scales(left, right)}")
 
 
@@ -248,16 +248,16 @@ def scales(left: Said, right: Said) -> str:
     return ", ".join(f"member {m} {lead:.2f} and {std:.2f}" for m, (lead, std) in enumerate(both))
 
 
-def image_table(judge: LoraEnsembleReward, held: Sequence[Example]) -> None:
+def image_table(judge: LoraEnsembleReward, examples: Sequence[Example]) -> None:
     """Print the second table."""
-    prompts = [one.prompt for one in held]
-    print(f"\n{len(held)} images of each kind\n")
+    prompts = [example.prompt for example in examples]
+    print(f"\n{len(examples)} images of each kind\n")
     print("| images | epistemic | aleatoric, median | AUROC epistemic | AUROC aleatoric |\n" + "|---" * 5 + "|")
     usual: Said | None = None
-    for name, images in unusual(torch.stack([one.images[0] for one in held])).items():
-        said = ask(judge, list(images), prompts)
-        usual = usual or said
-        print(unusual_line(name, said, usual), flush=True)
+    for name, images in unusual(torch.stack([example.images[0] for example in examples])).items():
+        answers = ask(judge, list(images), prompts)
+        usual = usual or answers
+        print(unusual_line(name, answers, usual), flush=True)
 
 
 def main() -> None:
@@ -270,16 +270,16 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=2_000)
     parser.add_argument("--images", type=int, default=500, help="of each unusual kind")
     parser.add_argument("--seed", type=int, default=5_000_011, help="of the held-out pairs")
-    given = parser.parse_args()
-    if (given.members is None) != (given.output is None):
+    options = parser.parse_args()
+    if (options.members is None) != (options.output is None):
         parser.error("--members and --output go together; one of them is missing.")
-    if given.members:
-        join(given.members, given.output)
-    judge = LoraEnsembleReward(given.output or given.judge)
-    pairs = shapes_pairs(given.seed, given.pairs, split="heldout")
-    held = [pairs[number] for number in range(given.pairs)]
-    pair_table(judge, given.beside, held)
-    image_table(judge, held[: given.images])
+    if options.members:
+        join(options.members, options.output)
+    judge = LoraEnsembleReward(options.output or options.judge)
+    pairs = shapes_pairs(options.seed, options.pairs, split="heldout")
+    examples = [pairs[number] for number in range(options.pairs)]
+    pair_table(judge, options.beside, examples)
+    image_table(judge, examples[: options.images])
 
 
 if __name__ == "__main__":

@@ -50,24 +50,24 @@ def done(name: str, folder: Path, *changes: str) -> dict[str, Any]:
 
 def voted(folder: Path, name: str, split: str, seed: int, count: int) -> Path:
     """A file of judged votes on images, each the first or second of a pair by lot."""
-    made = folder / name
-    if not (made / "summary.json").is_file():
+    output = folder / name
+    if not (output / "summary.json").is_file():
         world, rng, rows = ShapesPreferences(seed, split=split, **WORLD), np.random.default_rng(seed), []
         images = folder / f"{name}_images"
         images.mkdir(parents=True, exist_ok=True)
         for number in range(count):
             pair, side = world.pair(number), int(rng.integers(2))
-            place = images / f"{number}.png"
-            Image.fromarray(pair.images()[side]).save(place)
-            rows.append({"image": str(place), "prompt": pair.prompt, "mos": float(shown(pair)[side])})
+            path = images / f"{number}.png"
+            Image.fromarray(pair.images()[side]).save(path)
+            rows.append({"image": str(path), "prompt": pair.prompt, "mos": float(shown(pair)[side])})
         table = write_rows(folder / f"{name}.jsonl", rows)
         done(
-            "text_sample", made, f"model.path={MODEL}", f"data.train={table}", f"data.size={count}",
+            "text_sample", output, f"model.path={MODEL}", f"data.train={table}", f"data.size={count}",
             f"data.question={QUESTION}", f"seed={seed}", f"rollout.samples={SAMPLES}",
             "rollout.temperatures=[1.0]", f"rollout.max_new_tokens={TOKENS}", "selection.rule=all",
             "rewards.terms={rating: {options: {reads: yes_no, rule: regression}}}",
         )  # fmt: skip
-    return made / "dataset.jsonl"
+    return output / "dataset.jsonl"
 
 
 def shown(pair: ShapesPair) -> tuple[bool, bool]:
@@ -78,10 +78,10 @@ def shown(pair: ShapesPair) -> tuple[bool, bool]:
 
 def meta_judge(folder: Path, seed: int, votes: Path, heldout: Path) -> Path:
     """The folder of the meta judge."""
-    made = folder / "meta"
-    given = [f"data.train={votes}", f"data.heldout={heldout}", f"seed={seed}"]
-    print(f"seed {seed}: {done('shapes_meta_judge', made, *given)['after']}", flush=True)
-    return made / "judge"
+    output = folder / "meta"
+    overrides = [f"data.train={votes}", f"data.heldout={heldout}", f"seed={seed}"]
+    print(f"seed {seed}: {done('shapes_meta_judge', output, *overrides)['after']}", flush=True)
+    return output / "judge"
 
 
 def asked(metas: dict[str, str], pairs: list[ShapesPair], votes: int) -> dict[str, np.ndarray]:
@@ -91,35 +91,35 @@ def asked(metas: dict[str, str], pairs: list[ShapesPair], votes: int) -> dict[st
     images = [i for i in load_images([two[side] for side in range(2) for two in both]).images if i is not None]
     queries = [Query(images=[i], prompt=p) for i, p in zip(images, prompts, strict=True)]
     options: dict[str, Any] = {"model": MODEL, "template": QUESTION, "reads": "yes_no"}
-    found: dict[str, np.ndarray] = {"votes": np.full((len(images), votes), np.nan)}
+    columns: dict[str, np.ndarray] = {"votes": np.full((len(images), votes), np.nan)}
     readable: list[list[tuple[float, str]]] = []
     for name, meta in metas.items():
         judge = DeepSeekGRM(answers=votes, k_meta=votes // 2, meta=meta, max_new_tokens=TOKENS, **options)
         if not readable:
             drawn = judge.server.ask(judge.template, queries, read=judge._read, **judge.sampling)
-            readable = [[one for one in row if not isinstance(one, AnswerError)] for row in drawn]
+            readable = [[answer for answer in row if not isinstance(answer, AnswerError)] for row in drawn]
             readable = [row if len(row) >= judge.min_readable else [] for row in readable]
-        found[name] = np.full((len(images), votes), np.nan)
+        columns[name] = np.full((len(images), votes), np.nan)
         rated = judge.meta_judge.rate(queries, [[text for _, text in row] for row in readable])
-        for place, (row, said) in enumerate(zip(readable, rated, strict=True)):
-            found["votes"][place, : len(row)] = [score for score, _ in row]
-            found[name][place, : len(row)] = [np.nan if isinstance(m, AnswerError) else m for m in said]
-        mine = summed(found["votes"], found[name], votes // 2)
+        for index, (row, ratings) in enumerate(zip(readable, rated, strict=True)):
+            columns["votes"][index, : len(row)] = [score for score, _ in row]
+            columns[name][index, : len(row)] = [np.nan if isinstance(m, AnswerError) else m for m in ratings]
+        mine = summed(columns["votes"], columns[name], votes // 2)
         scores = judge.score(images[:20], prompts[:20]).value.double().numpy()  # what users get
         np.testing.assert_allclose(scores, votes // 2 * mine[:20], rtol=1e-5)
     plain: Any = load_judge("reward_dance", model=MODEL, decision_first=True)
-    found["P(yes)"] = plain.score(images, prompts).value.double().numpy()[:, None]
-    return found
+    columns["P(yes)"] = plain.score(images, prompts).value.double().numpy()[:, None]
+    return columns
 
 
-def summed(votes: np.ndarray, order: np.ndarray, kept: int) -> np.ndarray:
-    """Mean of the `kept` votes of highest `order`, [2 N]; NaN where too few can be read."""
+def summed(votes: np.ndarray, order: np.ndarray, count: int) -> np.ndarray:
+    """Mean of the `count` votes of highest `order`, [2 N]; NaN where too few can be read."""
     order = np.where(np.isnan(votes) | np.isnan(order), -np.inf, order)
-    best = np.argsort(-order, axis=1, kind="stable")[:, :kept]
+    best = np.argsort(-order, axis=1, kind="stable")[:, :count]
     chosen = np.take_along_axis(votes, best, 1)
-    known = np.isfinite(np.take_along_axis(order, best, 1))
-    total = np.where(known, chosen, 0.0).sum(1)
-    return np.where(known.any(1), total / np.maximum(known.sum(1), 1), np.nan)
+    valid = np.isfinite(np.take_along_axis(order, best, 1))
+    total = np.where(valid, chosen, 0.0).sum(1)
+    return np.where(valid.any(1), total / np.maximum(valid.sum(1), 1), np.nan)
 
 
 def hits(value: np.ndarray, better: np.ndarray) -> np.ndarray:
@@ -128,46 +128,46 @@ def hits(value: np.ndarray, better: np.ndarray) -> np.ndarray:
     return (1 + np.nan_to_num(np.sign(left - right)) * better) / 2
 
 
-def one_seed(output: Path, seed: int, given: argparse.Namespace) -> dict[str, np.ndarray]:
+def one_seed(output: Path, seed: int, options: argparse.Namespace) -> dict[str, np.ndarray]:
     """Way of summing -> whether each pair is right."""
     folder = output if seed == 0 else output / f"seed{seed}"
-    saved = folder / f"right_{given.images}_{given.heldout}_{given.votes}.json"
+    saved = folder / f"right_{options.images}_{options.heldout}_{options.votes}.json"
     if saved.is_file():
         return {name: np.array(row) for name, row in json.loads(saved.read_text(encoding="utf-8")).items()}
-    votes = voted(folder, "votes", "train", seed, given.images)
+    votes = voted(folder, "votes", "train", seed, options.images)
     heldout = voted(folder, "heldout", "heldout", seed, 100)
     meta = meta_judge(folder, seed, votes, heldout)
-    pairs = told_apart(seed, given.heldout)
-    found = asked({"trained": str(meta), "untrained": MODEL}, pairs, given.votes)
+    pairs = told_apart(seed, options.heldout)
+    columns = asked({"trained": str(meta), "untrained": MODEL}, pairs, options.votes)
     truth = np.array([shown(pair) for pair in pairs]).astype(float)
-    better, each = np.sign(truth[:, 0] - truth[:, 1]), truth.T.reshape(-1)
-    drawn, half = found["votes"], given.votes // 2
+    better, labels = np.sign(truth[:, 0] - truth[:, 1]), truth.T.reshape(-1)
+    drawn, half = columns["votes"], options.votes // 2
     lots = np.random.default_rng(seed).random(drawn.shape)
     orders = {
-        f"all {given.votes} votes": (lots, given.votes),
-        f"{half} by the meta judge": (found["trained"], half),
-        f"{half} by the untrained one": (found["untrained"], half),
+        f"all {options.votes} votes": (lots, options.votes),
+        f"{half} by the meta judge": (columns["trained"], half),
+        f"{half} by the untrained one": (columns["untrained"], half),
         f"{half} by lot": (lots, half),
-        f"{half} that are right, where there are": (-np.abs(drawn - each[:, None]), half),
-        "1 by the meta judge": (found["trained"], 1),
+        f"{half} that are right, where there are": (-np.abs(drawn - labels[:, None]), half),
+        "1 by the meta judge": (columns["trained"], 1),
         "1 by lot": (lots, 1),
     }
     print(f"seed {seed}: {np.isnan(drawn).mean():.4f} of the votes cannot be read; "
-          f"{np.nanmean(drawn == each[:, None]):.3f} are right", flush=True)  # fmt: skip
+          f"{np.nanmean(drawn == labels[:, None]):.3f} are right", flush=True)  # fmt: skip
     rows = {name: hits(summed(drawn, *how), better) for name, how in orders.items()}
-    rows["P(yes), no votes"] = hits(found["P(yes)"][:, 0], better)
+    rows["P(yes), no votes"] = hits(columns["P(yes)"][:, 0], better)
     saved.write_text(json.dumps(rows, default=np.ndarray.tolist), encoding="utf-8")
     return rows
 
 
 def told_apart(seed: int, count: int) -> list[ShapesPair]:
     """Held-out pairs of which one image shows the prompt."""
-    world, found, number = ShapesPreferences(seed + 100, split="heldout", **WORLD), [], 0
-    while len(found) < count:
+    world, pairs, number = ShapesPreferences(seed + 100, split="heldout", **WORLD), [], 0
+    while len(pairs) < count:
         pair = world.pair(number)
-        found += [pair] if sum(shown(pair)) == 1 else []
+        pairs += [pair] if sum(shown(pair)) == 1 else []
         number += 1
-    return found
+    return pairs
 
 
 def main() -> None:
@@ -177,18 +177,18 @@ def main() -> None:
     parser.add_argument("--heldout", type=int, default=500, help="pairs")
     parser.add_argument("--votes", type=int, default=8, help="K")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    seeds = [one_seed(given.output.resolve(), seed, given) for seed in given.seeds]
-    rows = {name: np.concatenate([found[name] for found in seeds]) for name in seeds[0]}
+    seeds = [one_seed(options.output.resolve(), seed, options) for seed in options.seeds]
+    rows = {name: np.concatenate([outcome[name] for outcome in seeds]) for name in seeds[0]}
     first = next(iter(rows.values()))
-    places = np.random.default_rng(0).integers(len(first), size=(10_000, len(first)))
+    resamples = np.random.default_rng(0).integers(len(first), size=(10_000, len(first)))
     print("| the sum of | accuracy | over all votes |\n|---|---|---|")
     for name, right in rows.items():
-        each = ", ".join(f"{found[name].mean():.3f}" for found in seeds)
-        low, high = np.quantile((right - first)[places].mean(1), [0.025, 0.975])
+        by_seed = ", ".join(f"{outcome[name].mean():.3f}" for outcome in seeds)
+        low, high = np.quantile((right - first)[resamples].mean(1), [0.025, 0.975])
         gain = "" if right is first else f"{(right - first).mean():+.3f} ({low:+.3f} to {high:+.3f})"
-        print(f"| {name} | {right.mean():.3f} ({each}) | {gain} |")
+        print(f"| {name} | {right.mean():.3f} ({by_seed}) | {gain} |")
 
 
 if __name__ == "__main__":

@@ -94,16 +94,16 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--prompts", type=int, default=150, help="training prompts, four images each")
     parser.add_argument("--iterations", type=int, default=24)
-    given = parser.parse_args()
-    seeds = [one_seed(given.output.resolve() / f"seed{s}", s, given.prompts, given.iterations) for s in given.seeds]
+    args = parser.parse_args()
+    seeds = [one_seed(args.output.resolve() / f"seed{s}", s, args.prompts, args.iterations) for s in args.seeds]
     labels = [prompt for results in seeds for prompt in results["prompts"]]
     equal = np.concatenate([results["equal"] for results in seeds])
     for name in [name for name in seeds[0] if name != "prompts"]:
         values = np.concatenate([results[name] for results in seeds])
         lead = paired_bootstrap(equal, values, labels, generator=torch.Generator().manual_seed(0))
-        each = ", ".join(f"{np.mean(results[name]):.3f}" for results in seeds)
+        means = ", ".join(f"{np.mean(results[name]):.3f}" for results in seeds)
         print(
-            f"| {name} | {values.mean():.3f} ({each}) | {lead.estimate:+.3f} ({lead.low:+.3f} to {lead.high:+.3f}) |"
+            f"| {name} | {values.mean():.3f} ({means}) | {lead.estimate:+.3f} ({lead.low:+.3f} to {lead.high:+.3f}) |"
         )
 
 

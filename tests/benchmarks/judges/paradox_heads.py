@@ -72,25 +72,25 @@ def heads(count: int, seed: int) -> dict[str, Callable[[Any, Sequence[str]], Ten
     pairs = [*map(ShapesPreferences(seed + 100).pair, range(count))]
     votes = torch.tensor([pair.votes[0] / sum(pair.votes) for pair in pairs], dtype=torch.float64)
     sides = [image for side in (0, 1) for image in (pair.images()[side] for pair in pairs)]
-    found: dict[str, Callable[[Any, Sequence[str]], Tensor]] = {
+    scorers: dict[str, Callable[[Any, Sequence[str]], Tensor]] = {
         "CLIP score": lambda i, p: products(i, p).sum(1), "ITM": lambda i, p: features(i, p) @ itm,
     }  # fmt: skip
     for name, states_of in (("PickScore's kind", products), ("ImageReward's kind", features)):
         left, right = states_of(sides, [pair.prompt for pair in pairs] * 2).split(count)
         weights = fit(left, right, votes, one, strength_of(left, right, votes, fold))
-        found[name] = lambda i, p, states_of=states_of, weights=weights: states_of(i, p) @ weights
-    return found
+        scorers[name] = lambda i, p, states_of=states_of, weights=weights: states_of(i, p) @ weights
+    return scorers
 
 
 def measured(score: Callable[[Any, Sequence[str]], Tensor], world: World) -> tuple[np.ndarray, np.ndarray]:
     """[S] slope of the score over the axis in its deviations, and whether the right images without extra win."""
-    count, places = len(world.prompts), len(world.places)
-    asked = [prompt for prompt in world.prompts for _ in world.places]
-    each = score(world.images.reshape(-1, *world.images.shape[2:]), asked).numpy().reshape(count, places)
-    centred = np.linspace(-0.5, 0.5, places)
-    place, wrong = next(iter(world.wrong.values()))
-    wins = each[np.arange(count), place] > score(wrong, world.prompts).numpy()
-    return (each @ centred) / (centred @ centred) / each.std(), wins.astype(float)
+    count, steps = len(world.prompts), len(world.places)
+    prompts = [prompt for prompt in world.prompts for _ in world.places]
+    grid = score(world.images.reshape(-1, *world.images.shape[2:]), prompts).numpy().reshape(count, steps)
+    centred = np.linspace(-0.5, 0.5, steps)
+    column, wrong = next(iter(world.wrong.values()))
+    wins = grid[np.arange(count), column] > score(wrong, world.prompts).numpy()
+    return (grid @ centred) / (centred @ centred) / grid.std(), wins.astype(float)
 
 
 def main() -> None:
@@ -99,26 +99,26 @@ def main() -> None:
     parser.add_argument("--train", type=int, default=1500, help="prompts of ITM, and pairs of the others")
     parser.add_argument("--scenes", type=int, default=250)
     parser.add_argument("--output", type=Path, required=True, help="seeds that are there are not repeated")
-    given = parser.parse_args()
-    found: dict[tuple[str, str], list[tuple[np.ndarray, np.ndarray]]] = {}
-    given.output.mkdir(parents=True, exist_ok=True)
-    for seed in given.seeds:
-        table = given.output / f"{given.train}_{given.scenes}_{seed}.npz"
+    options = parser.parse_args()
+    outcomes: dict[tuple[str, str], list[tuple[np.ndarray, np.ndarray]]] = {}
+    options.output.mkdir(parents=True, exist_ok=True)
+    for seed in options.seeds:
+        table = options.output / f"{options.train}_{options.scenes}_{seed}.npz"
         if not table.is_file():
-            worlds = {"styles": draw(given.scenes, seed), "extra objects": draw_clutter(given.scenes, seed)}
+            worlds = {"styles": draw(options.scenes, seed), "extra objects": draw_clutter(options.scenes, seed)}
             parts = {}
-            for name, score in heads(given.train, seed).items():
+            for name, score in heads(options.train, seed).items():
                 parts |= {f"{axis}: {name}": np.stack(measured(score, world)) for axis, world in worlds.items()}
             np.savez(table, **parts)
         for key, (slopes, wins) in np.load(table).items():
             axis, name = key.split(": ")
-            found.setdefault((axis, name), []).append((slopes, wins))
+            outcomes.setdefault((axis, name), []).append((slopes, wins))
             print(f"seed {seed}, {key}: slope {slopes.mean():+.3f}", flush=True)
     print("\n| axis | reward | slope | of each seed | a right image beats a wrong one |\n|---|---|---|---|---|")
-    for (axis, name), parts in found.items():
+    for (axis, name), parts in outcomes.items():
         slopes, wins = (np.concatenate(part) for part in zip(*parts, strict=True))
-        each = ", ".join(f"{part[0].mean():+.3f}" for part in parts)
-        print(f"| {axis} | {name} | {interval(slopes, mean)} | {each} | {interval(wins, mean).replace('+', '')} |")
+        by_seed = ", ".join(f"{part[0].mean():+.3f}" for part in parts)
+        print(f"| {axis} | {name} | {interval(slopes, mean)} | {by_seed} | {interval(wins, mean).replace('+', '')} |")
 
 
 if __name__ == "__main__":

@@ -67,29 +67,29 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--iterations", type=int, default=100)
-    given = parser.parse_args()
-    output = given.output.resolve()
+    options = parser.parse_args()
+    output = options.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
     rows = output / "train.jsonl"
     if not rows.is_file():
         write_rows(rows, [r for r in shapes_quality(10000, split="train").records if r.category in KNOWN])
     images = list(shapes_quality(1500).records)
-    said: dict[str, list[np.ndarray]] = {"before": [ratings("shapes-vlm", images)] * len(given.seeds)}
-    for seed in given.seeds:
+    scores: dict[str, list[np.ndarray]] = {"before": [ratings("shapes-vlm", images)] * len(options.seeds)}
+    for seed in options.seeds:
         for arm in ARMS:
-            said.setdefault(arm, []).append(ratings(trained(output, arm, seed, given.iterations, rows), images))
-        said.setdefault("supervised", []).append(ratings(supervised(output, seed, given.iterations, rows), images))
-    mos = np.array([one.mos for one in images])
+            scores.setdefault(arm, []).append(ratings(trained(output, arm, seed, options.iterations, rows), images))
+        scores.setdefault("supervised", []).append(ratings(supervised(output, seed, options.iterations, rows), images))
+    mos = np.array([image.mos for image in images])
     draws = np.random.default_rng(0)
     for kinds in (KNOWN, NEW):
-        places = np.array([n for n, one in enumerate(images) if one.category in kinds])
-        samples = [draws.choice(places, len(places)) for _ in range(1000)]
-        found = {
-            arm: np.array([np.mean([srcc(each[p], mos[p]) for each in several]) for p in (places, *samples)])
-            for arm, several in said.items()
+        indices = np.array([n for n, image in enumerate(images) if image.category in kinds])
+        samples = [draws.choice(indices, len(indices)) for _ in range(1000)]
+        correlations = {
+            arm: np.array([np.mean([srcc(values[p], mos[p]) for values in by_seed]) for p in (indices, *samples)])
+            for arm, by_seed in scores.items()
         }
-        for arm, value in found.items():
-            lead = found["fidelity"] - value
+        for arm, value in correlations.items():
+            lead = correlations["fidelity"] - value
             low, high = np.quantile(lead[1:], [0.025, 0.975])
             print(f"{', '.join(kinds)}: {arm} SRCC {value[0]:.3f}; fidelity leads by {lead[0]:+.3f} "
                   f"({low:+.3f} to {high:+.3f})")  # fmt: skip

@@ -40,13 +40,13 @@ ARMS = {
 def train(folder: Path, term: str, seed: int, iterations: int) -> None:
     if (folder / "summary.json").is_file():
         return
-    some = write_rows(folder.parent / "heldout.jsonl", heldout_prompts()[::2])
+    heldout = write_rows(folder.parent / "heldout.jsonl", heldout_prompts()[::2])
     by_tag = [[r for r in train_prompts() if r["tag"] == tag][: PROMPTS // len(CATEGORIES)] for tag in CATEGORIES]
     table = write_rows(folder.parent / "prompts.jsonl", [record for records in by_tag for record in records])
     row = "objective.changes_for.diffusion_nft_closed"
     run_visalign(
         "train", "shapes_quickstart", f"rewards.terms={{judge: {term}}}",
-        f"data.train={table}", f"data.heldout={some}",
+        f"data.train={table}", f"data.heldout={heldout}",
         f"{row}.reference_guidance=null", f"{row}.kl_until={iterations // 4}", f"seed={seed}",
         f"rollout.prompts_per_iteration={SIDE}", f"rollout.group_size={SIDE}", f"run.iterations={iterations}",
         f"optimizer.decay_updates={4 * iterations}", "run.max_seconds=null", "run.threads=1", "run.device=cpu",
@@ -61,13 +61,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--iterations", type=int, default=6, help="of the arm with references")
     parser.add_argument("--more", type=int, default=2, help="iterations of the arm without")
-    given = parser.parse_args()
+    options = parser.parse_args()
     after: dict[str, np.ndarray] = {}
     print("| reward | forward-equivalents | before | after | by seed | spread left |\n|---|---|---|---|---|---|")
     for arm, term in ARMS.items():
-        folders = [given.output.resolve() / f"{arm.split()[0]}_{seed}" for seed in given.seeds]
-        for folder, seed in zip(folders, given.seeds, strict=True):
-            train(folder, term, seed, given.iterations + given.more * ("references: " not in term))
+        folders = [options.output.resolve() / f"{arm.split()[0]}_{seed}" for seed in options.seeds]
+        for folder, seed in zip(folders, options.seeds, strict=True):
+            train(folder, term, seed, options.iterations + options.more * ("references: " not in term))
         costs = [json.loads((folder / "summary.json").read_text(encoding="utf-8")) for folder in folders]
         cost = np.mean([c["images"] * c["forward_equivalents_per_image"] for c in costs])
         before, ends = ([load_heldout(f / f"{side}.npz").outcome() for f in folders] for side in ("before", "after"))
@@ -76,7 +76,7 @@ def main() -> None:
         after[arm], seeds = np.concatenate(ends), ", ".join(f"{end.mean():.3f}" for end in ends)
         means = f"{np.concatenate(before).mean():.3f} | {after[arm].mean():.3f}"
         print(f"| {arm} | {cost:.0f} | {means} | {seeds} | {spread:.2f} |", flush=True)
-    labels = [r["prompt"] for r in heldout_prompts()[::2]] * len(given.seeds)
+    labels = [r["prompt"] for r in heldout_prompts()[::2]] * len(options.seeds)
     first, second = after.values()
     lead = paired_bootstrap(first, second, labels, generator=torch.Generator().manual_seed(0))
     print(f"\nLead of references: {lead.estimate:+.3f} ({lead.low:+.3f} to {lead.high:+.3f})")

@@ -45,8 +45,8 @@ Tower = Callable[[list[Tensor], list[str]], Tensor]
 
 def drawn(split: str, seed: int, ground: str | None, count: int, *, clear: bool) -> list[ShapesPair]:
     """Pairs on a ground, None for the world's own, from which their objects stand out."""
-    world, found, number = ShapesPreferences(seed, split=split), [], 0
-    while len(found) < count:
+    world, pairs, number = ShapesPreferences(seed, split=split), [], 0
+    while len(pairs) < count:
         pair, number = world.pair(number), number + 1
         if clear and not pair.is_clear:
             continue
@@ -56,8 +56,8 @@ def drawn(split: str, seed: int, ground: str | None, count: int, *, clear: bool)
                 continue
             left, right = (replace(scene, background=color) for scene in (pair.left, pair.right))
             pair = replace(pair, left=left, right=right)
-        found.append(pair)
-    return found
+        pairs.append(pair)
+    return pairs
 
 
 def seeing() -> Tower:
@@ -66,8 +66,8 @@ def seeing() -> Tower:
     template = engine.template("yes_no", YES_NO)
 
     def states(images: list[Tensor], prompts: list[str]) -> Tensor:
-        asks = [Query(images=[image], prompt=prompt) for image, prompt in zip(images, prompts, strict=True)]
-        return engine.hidden(template, asks).states
+        queries = [Query(images=[image], prompt=prompt) for image, prompt in zip(images, prompts, strict=True)]
+        return engine.hidden(template, queries).states
 
     return states
 
@@ -91,8 +91,8 @@ def features(tower: Tower, pairs: Sequence[ShapesPair]) -> FeaturePairs:
     for start in range(0, len(pairs), 50):
         part = pairs[start : start + 50]
         both = [[as_image(image) for image in pair.images()] for pair in part]
-        for side, kept in enumerate(sides):
-            kept.append(tower([two[side] for two in both], [pair.prompt for pair in part]))
+        for side, states in enumerate(sides):
+            states.append(tower([two[side] for two in both], [pair.prompt for pair in part]))
     votes = torch.tensor([[*pair.votes, 0] for pair in pairs]).float()
     labels = RewardBatch(
         inputs=None, size=len(pairs), label=votes[:, 0] / votes.sum(1), votes=votes,
@@ -128,47 +128,47 @@ def member(train: FeaturePairs, tests: Sequence[FeaturePairs], seed: int, epochs
 
 def lora_members(judge: LoraEnsembleReward, pairs: Sequence[Sequence[ShapesPair]]) -> list[Tensor]:
     """[M, N] leads of the ensemble's members on each set."""
-    found = []
+    leads = []
     for own in pairs:
         both = [[as_image(image) for image in pair.images()] for pair in own]
         prompts = [pair.prompt for pair in own]
         left, right = (ask(judge, [two[side] for two in both], prompts).mean for side in range(2))
-        found.append(left - right)
-    return found
+        leads.append(left - right)
+    return leads
 
 
 def together(
-    members: Sequence[tuple[FeaturePairs, str, int]], held: dict[str, list[FeaturePairs]], epochs: float
+    members: Sequence[tuple[FeaturePairs, str, int]], heldout: dict[str, list[FeaturePairs]], epochs: float
 ) -> list[Tensor]:
     """[M, N] leads of the members on each test set; a member is its pairs, its tower, and its seed."""
-    each = [member(pairs, held[tower], seed, epochs) for pairs, tower, seed in members]
-    return [torch.stack(leads) for leads in zip(*each, strict=True)]
+    by_member = [member(pairs, heldout[tower], seed, epochs) for pairs, tower, seed in members]
+    return [torch.stack(leads) for leads in zip(*by_member, strict=True)]
 
 
-def one_seed(seed: int, given: argparse.Namespace) -> dict[str, list[tuple[Tensor, Tensor]]]:
+def one_seed(seed: int, options: argparse.Namespace) -> dict[str, list[tuple[Tensor, Tensor]]]:
     """Ensemble -> per test set ([N] whether the mean lead is wrong, [N] deviation of the members)."""
-    tests = [drawn("heldout", seed + 500, ground, given.heldout, clear=True) for ground in (None, "pink")]
-    train = drawn("train", seed, None, given.pairs, clear=False)
+    tests = [drawn("heldout", seed + 500, ground, options.heldout, clear=True) for ground in (None, "pink")]
+    train = drawn("train", seed, None, options.pairs, clear=False)
     towers = {"vlm": seeing(), "clip": contrastive(ClipScore("shapes-clip")), "ict": contrastive(Ict("shapes-ict"))}
-    known = {name: features(tower, train) for name, tower in towers.items()}
-    held = {name: [features(tower, pairs) for pairs in tests] for name, tower in towers.items()}
-    grounds = [third(known["vlm"], 0)] + [
-        features(towers["vlm"], drawn("train", seed + 1000, ground, given.pairs // MEMBERS, clear=False))
+    train_features = {name: features(tower, train) for name, tower in towers.items()}
+    test_features = {name: [features(tower, pairs) for pairs in tests] for name, tower in towers.items()}
+    grounds = [third(train_features["vlm"], 0)] + [
+        features(towers["vlm"], drawn("train", seed + 1000, ground, options.pairs // MEMBERS, clear=False))
         for ground in ("white", "teal")
     ]
-    own, places = 10 * seed, range(MEMBERS)
+    own, indices = 10 * seed, range(MEMBERS)
     plan: dict[str, list[tuple[FeaturePairs, str, int]]] = {
-        "one tower, other seeds": [(known["vlm"], "vlm", own + m) for m in places],
-        "one tower, thirds of the pairs": [(third(known["vlm"], m), "vlm", own + m) for m in places],
-        "one tower, thirds on three grounds": [(grounds[m], "vlm", own + m) for m in places],
-        "three towers": [(pairs, name, own) for name, pairs in known.items()],
+        "one tower, other seeds": [(train_features["vlm"], "vlm", own + m) for m in indices],
+        "one tower, thirds of the pairs": [(third(train_features["vlm"], m), "vlm", own + m) for m in indices],
+        "one tower, thirds on three grounds": [(grounds[m], "vlm", own + m) for m in indices],
+        "three towers": [(pairs, name, own) for name, pairs in train_features.items()],
     }
-    leads = {name: together(members, held, given.epochs) for name, members in plan.items()}
+    leads = {name: together(members, test_features, options.epochs) for name, members in plan.items()}
     leads["packaged LoRA ensemble, other seeds"] = lora_members(LoraEnsembleReward("shapes-hpsv3-ensemble"), tests)
     truth = [torch.tensor([pair.utility[0] > pair.utility[1] for pair in pairs]) for pairs in tests]
     return {
-        name: [((lead.mean(0) > 0) != right, lead.std(0)) for lead, right in zip(found, truth, strict=True)]
-        for name, found in leads.items()
+        name: [((lead.mean(0) > 0) != right, lead.std(0)) for lead, right in zip(by_ground, truth, strict=True)]
+        for name, by_ground in leads.items()
     }
 
 
@@ -178,15 +178,15 @@ def main() -> None:
     parser.add_argument("--heldout", type=int, default=500, help="pairs on each ground")
     parser.add_argument("--epochs", type=float, default=15.0)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    seeds = [one_seed(seed, given) for seed in given.seeds]
+    seeds = [one_seed(seed, options) for seed in options.seeds]
     print("| members | accuracy, own grounds | AUROC | accuracy, pink | AUROC |\n|---|---|---|---|---|")
     rng = np.random.default_rng(0)
     for name in seeds[0]:
         cells = []
-        for place in range(2):
-            wrong, std = (torch.cat([found[name][place][what] for found in seeds]) for what in range(2))
+        for ground in range(2):
+            wrong, std = (torch.cat([outcomes[name][ground][what] for outcomes in seeds]) for what in range(2))
             draws = torch.from_numpy(rng.integers(len(wrong), size=(DRAWS, len(wrong))))
             cells += [f"{1 - wrong.double().mean():.3f}", "–"]
             if wrong.any():

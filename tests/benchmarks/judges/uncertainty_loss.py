@@ -7,7 +7,7 @@
 
 One head of HPSv3's kind is trained per loss on the frozen states of the packaged model: the likelihood by
 quadrature, Bradley-Terry, and HPSv3's released Monte-Carlo form. Votes are noisier where an image is
-degraded. --labels: Bradley-Terry on pairs of one, three or nine votes, told in four ways; that soft labels
+degraded. --labels: Bradley-Terry on pairs of one, three or nine votes, labelled in four ways; that soft labels
 and counts beat a filter by agreement is refuted where the interval of their lead holds 0. --clutter: the
 noise can be seen in the images (`ClutteredPairs`); a deviation is refuted where σ does not rank the noise,
 tells errors at equal lead no better than chance, or costs accuracy or likelihood.
@@ -73,10 +73,10 @@ def features_of(engine: VisionLanguageEngine, pairs: Examples, chunk: int = 50) 
     for start in range(0, len(pairs), chunk):
         part = [pairs[n] for n in range(start, min(start + chunk, len(pairs)))]
         images, prompts = pair_images(part), [example.prompt for example in part] * 2
-        asked = {"question": "Is the background textured?"}
+        fields = {"question": "Is the background textured?"}
         columns = [
             engine.hidden(
-                template, [Query(images=[i], prompt=p, fields=asked) for i, p in zip(images, prompts, strict=True)]
+                template, [Query(images=[i], prompt=p, fields=fields) for i, p in zip(images, prompts, strict=True)]
             )
             for template in (shows, rating, style)
         ]
@@ -127,8 +127,8 @@ class ClutteredPairs:
     def example(self, number: int) -> Example:
         """The pair with its votes."""
         pair, rng = self.drawn(number)
-        seen = rng.normal(pair.utility, pair.noise, size=(ANNOTATORS - 1, 2))
-        won = int((seen[:, 0] > seen[:, 1]).sum()) + int(rng.integers(2))
+        perceived = rng.normal(pair.utility, pair.noise, size=(ANNOTATORS - 1, 2))
+        won = int((perceived[:, 0] > perceived[:, 1]).sum()) + int(rng.integers(2))
         return Example(
             prompt=pair.prompt,
             images=tuple(as_image(render(scene)) for scene in (pair.left, pair.right)),
@@ -148,20 +148,20 @@ class ClutteredPairs:
 
 
 @torch.no_grad()
-def judged_by(place: str, pairs: Examples, chunk: int = 100) -> HeldoutPairs:
+def judged_by(model: str, pairs: Examples, chunk: int = 100) -> HeldoutPairs:
     """What a trained judge of HPSv3's kind says of pairs."""
-    judge, parts = HPSv3(place, feature_bytes=1 << 20), []
+    judge, parts = HPSv3(model, feature_bytes=1 << 20), []
     for start in range(0, len(pairs), chunk):
         part = [pairs[n] for n in range(start, min(start + chunk, len(pairs)))]
-        found = judge.score(pair_images(part), [example.prompt for example in part] * 2)
-        assert found.std is not None and bool(found.valid.all())
-        said = {"value": found.value, "log_std": found.std.log()}
-        parts.append(pair_batch(said, part, heldout=True))
+        scores = judge.score(pair_images(part), [example.prompt for example in part] * 2)
+        assert scores.std is not None and bool(scores.valid.all())
+        outputs = {"value": scores.value, "log_std": scores.std.log()}
+        parts.append(pair_batch(outputs, part, heldout=True))
     return score_pairs(_Said(), parts, TASKS["uncertainty"])
 
 
 class _Said(nn.Module):
-    """A judge that has spoken already."""
+    """A judge whose inputs are its outputs."""
 
     def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return []
@@ -184,8 +184,8 @@ class HeadJudge(nn.Module):
         return list(self.named_parameters())
 
     def forward(self, inputs: Tensor) -> Outputs:
-        found = self.head((inputs - self.mean) / self.std)
-        return {"value": found[:, 0], "log_std": soft_clamp(found[:, 1])}
+        outputs = self.head((inputs - self.mean) / self.std)
+        return {"value": outputs[:, 0], "log_std": soft_clamp(outputs[:, 1])}
 
 
 class FeaturePairs:
@@ -244,16 +244,16 @@ def auroc_interval(score: Tensor, wrong: Tensor, stratum: Tensor, seed: int = 0)
     return auroc(score, wrong, stratum), float(low), float(high)
 
 
-def row_of(task: str, found: HeldoutPairs) -> str:
+def row_of(task: str, pairs: HeldoutPairs) -> str:
     """One line of the table."""
-    measures = pair_measures(found)
+    measures = pair_measures(pairs)
     cells = [f"{measures[name]:.4f}" for name in ("accuracy", "accuracy_all", "nll", "ece")]
     if task == "bradley_terry":
         return f"| {LOSSES.get(task, task)} | {' | '.join(cells)} | – | – | – |"
-    assert found.std is not None
-    voted = (found.share != 0.5) & (found.difference != 0)  # the same image twice is nobody's error
-    difference, std = found.difference[voted], found.std[voted]
-    wrong = torch.sign(difference) != torch.sign(found.share[voted] - 0.5)
+    assert pairs.std is not None
+    voted = (pairs.share != 0.5) & (pairs.difference != 0)  # the same image twice is nobody's error
+    difference, std = pairs.difference[voted], pairs.std[voted]
+    wrong = torch.sign(difference) != torch.sign(pairs.share[voted] - 0.5)
     cells.append(f"{measures['std_mean']:.3f}")
     for stratum in (torch.zeros(len(std)), lead_stratum(difference)):
         middle, low, high = auroc_interval(std, wrong, stratum)
@@ -266,28 +266,28 @@ def labelled(train: FeaturePairs, kind: str, seed: int) -> FeaturePairs:
     labels, rng = train.labels, np.random.default_rng([seed, 5])
     assert labels.votes is not None and labels.label is not None and labels.clear is not None
     votes = labels.votes.numpy().astype(int)
-    asked = rng.choice((1, 3, 9), len(votes))
-    won = rng.hypergeometric(votes[:, 0], votes[:, 1], asked)
-    kept = np.ones(len(votes), dtype=bool)
-    counts = np.stack((won, asked - won), 1)
+    totals = rng.choice((1, 3, 9), len(votes))
+    won = rng.hypergeometric(votes[:, 0], votes[:, 1], totals)
+    selected = np.ones(len(votes), dtype=bool)
+    counts = np.stack((won, totals - won), 1)
     if kind.startswith("majority"):
-        kept = np.maximum(won, asked - won) >= (0.95 * asked if "95" in kind else 0)
-        counts = np.stack((2 * won > asked, 2 * won < asked), 1).astype(int)
-    chosen = torch.from_numpy(np.flatnonzero(kept))
-    given = torch.from_numpy(np.concatenate((counts, 0 * counts[:, :1]), 1)).float()
+        selected = np.maximum(won, totals - won) >= (0.95 * totals if "95" in kind else 0)
+        counts = np.stack((2 * won > totals, 2 * won < totals), 1).astype(int)
+    chosen = torch.from_numpy(np.flatnonzero(selected))
+    new_votes = torch.from_numpy(np.concatenate((counts, 0 * counts[:, :1]), 1)).float()
     own = replace(
-        labels, size=len(chosen), label=(given[:, 0] / given.sum(1))[chosen], votes=given[chosen],
+        labels, size=len(chosen), label=(new_votes[:, 0] / new_votes.sum(1))[chosen], votes=new_votes[chosen],
         clear=labels.clear[chosen],
     )  # fmt: skip
     both = train.features.view(2, labels.size, -1)[:, chosen]
     return FeaturePairs(both.flatten(0, 1), own, seed)
 
 
-def compare_labels(train: FeaturePairs, held: FeaturePairs, epochs: float, lr: float, seeds: Sequence[int]) -> None:
+def compare_labels(train: FeaturePairs, test: FeaturePairs, epochs: float, lr: float, seeds: Sequence[int]) -> None:
     """A row per way of labelling; as many updates for each."""
     names = ("accuracy", "accuracy_all", "nll", "ece")
     updates = epochs * train.labels.size
-    found: dict[str, np.ndarray] = {}
+    by_kind: dict[str, np.ndarray] = {}
     pairs = {}
     for kind, weight in LABELS.items():
         rows = []
@@ -295,12 +295,12 @@ def compare_labels(train: FeaturePairs, held: FeaturePairs, epochs: float, lr: f
             own = labelled(train, kind, seed)
             pairs[kind] = own.labels.size
             judge = train_head("bradley_terry", own, updates / own.labels.size, lr, seed, pair_weight=weight)
-            said = score_pairs(judge, [held.rows(torch.arange(held.labels.size))], TASKS["bradley_terry"])
-            rows.append([pair_measures(said)[name] for name in names])
-        found[kind] = np.array(rows)
-    first = next(iter(found.values()))
+            scored = score_pairs(judge, [test.rows(torch.arange(test.labels.size))], TASKS["bradley_terry"])
+            rows.append([pair_measures(scored)[name] for name in names])
+        by_kind[kind] = np.array(rows)
+    first = next(iter(by_kind.values()))
     print(f"| labels | pairs | {' | '.join(names)} |\n|---|---|{'---|' * len(names)}")
-    for kind, rows in found.items():
+    for kind, rows in by_kind.items():
         cells = []
         for column in range(len(names)):
             gap = rows[:, column] - first[:, column]
@@ -310,43 +310,43 @@ def compare_labels(train: FeaturePairs, held: FeaturePairs, epochs: float, lr: f
         print(f"| {kind} | {pairs[kind]} | {' | '.join(cells)} |", flush=True)
 
 
-def compare_under_noise(given: argparse.Namespace) -> None:
+def compare_under_noise(options: argparse.Namespace) -> None:
     """A row per loss: means over seeds of data and heads, each seed's number in brackets."""
-    engine = VisionLanguageEngine.from_pretrained(given.model, feature_bytes=1 << 20)
-    found: dict[str, list[dict[str, float]]] = {task: [] for task in LOSSES}
-    for seed in given.seeds:
+    engine = VisionLanguageEngine.from_pretrained(options.model, feature_bytes=1 << 20)
+    by_task: dict[str, list[dict[str, float]]] = {task: [] for task in LOSSES}
+    for seed in options.seeds:
         sets = []
-        for split, count in (("train", given.pairs), ("heldout", given.heldout)):
-            file = None if given.cache is None else given.cache / f"clutter_{seed}_{split}.safetensors"
+        for split, count in (("train", options.pairs), ("heldout", options.heldout)):
+            file = None if options.cache is None else options.cache / f"clutter_{seed}_{split}.safetensors"
             sets.append(kept_features(engine, ClutteredPairs(seed, split).examples(count), file))
-        noise = ClutteredPairs(seed, "heldout").noise(given.heldout)
+        noise = ClutteredPairs(seed, "heldout").noise(options.heldout)
         for task in LOSSES:
-            judge = train_head(task, sets[0], given.epochs, given.lr, seed)
-            said = score_pairs(judge, [sets[1].rows(torch.arange(given.heldout))], TASKS[task])
-            found[task].append(noise_measures(task, said, noise))
-            print(f"seed {seed}, {task}: {found[task][-1]}", flush=True)
-    names = list(next(iter(found.values()))[0])
+            judge = train_head(task, sets[0], options.epochs, options.lr, seed)
+            scored = score_pairs(judge, [sets[1].rows(torch.arange(options.heldout))], TASKS[task])
+            by_task[task].append(noise_measures(task, scored, noise))
+            print(f"seed {seed}, {task}: {by_task[task][-1]}", flush=True)
+    names = list(next(iter(by_task.values()))[0])
     print(f"\n| loss | {' | '.join(names)} |\n|---|{'---|' * len(names)}")
-    for task, rows in found.items():
+    for task, rows in by_task.items():
         cells = []
         for name in names:
             values = [row[name] for row in rows]
-            each = ", ".join(f"{value:.3f}" for value in values)
-            cells.append("" if np.isnan(values).all() else f"{np.mean(values):.3f} ({each})")
+            by_seed = ", ".join(f"{value:.3f}" for value in values)
+            cells.append("" if np.isnan(values).all() else f"{np.mean(values):.3f} ({by_seed})")
         print(f"| {LOSSES[task]} | {' | '.join(cells)} |")
 
 
-def noise_measures(task: str, said: HeldoutPairs, noise: Tensor) -> dict[str, float]:
+def noise_measures(task: str, pairs: HeldoutPairs, noise: Tensor) -> dict[str, float]:
     """`pair_measures`, and the rank correlation of σ with the true noise, over all and among equal leads."""
-    measures = pair_measures(said)
+    measures = pair_measures(pairs)
     names = ("accuracy", "accuracy_all", "nll", "ece")
-    found = {name: measures[name] for name in names}
-    if task == "bradley_terry" or said.std is None:
-        return found | dict.fromkeys(("noise", "noise_lead", "auroc", "auroc_lead"), float("nan"))
-    lead = lead_stratum(said.difference).numpy()
-    std, truth = said.std.numpy(), noise.numpy()
-    within = [srcc(std[lead == place], truth[lead == place]) for place in np.unique(lead)]
-    return found | {
+    row = {name: measures[name] for name in names}
+    if task == "bradley_terry" or pairs.std is None:
+        return row | dict.fromkeys(("noise", "noise_lead", "auroc", "auroc_lead"), float("nan"))
+    lead = lead_stratum(pairs.difference).numpy()
+    std, truth = pairs.std.numpy(), noise.numpy()
+    within = [srcc(std[lead == stratum], truth[lead == stratum]) for stratum in np.unique(lead)]
+    return row | {
         "noise": float(srcc(std, truth)),
         "noise_lead": float(np.mean(within)),
         "auroc": measures["std_auroc_votes"],
@@ -367,48 +367,48 @@ def main() -> None:
     parser.add_argument("--labels", action="store_true", help="compare ways of labelling, not losses")
     parser.add_argument("--clutter", action="store_true", help="votes whose noise can be seen: specks")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of --labels and --clutter")
-    given = parser.parse_args()
-    if given.clutter:
-        if given.cache is not None:
-            given.cache.mkdir(parents=True, exist_ok=True)
-        compare_under_noise(given)
+    options = parser.parse_args()
+    if options.clutter:
+        if options.cache is not None:
+            options.cache.mkdir(parents=True, exist_ok=True)
+        compare_under_noise(options)
         return
-    heldout = shapes_pairs(given.seed + 7, given.heldout, split="heldout")
-    if given.labels:
-        compare_labels(*features(given, heldout), given.epochs, given.lr, given.seeds)
+    heldout = shapes_pairs(options.seed + 7, options.heldout, split="heldout")
+    if options.labels:
+        compare_labels(*features(options, heldout), options.epochs, options.lr, options.seeds)
         return
     head = "accuracy, clear truth | accuracy, all | NLL | ECE | mean σ of a pair"
     print(
-        f"{given.pairs} pairs with 9 votes each, {given.epochs:g} epochs; {given.heldout} held-out pairs; "
+        f"{options.pairs} pairs with 9 votes each, {options.epochs:g} epochs; {options.heldout} held-out pairs; "
         "accuracy against the noise-free truth, likelihood and calibration against the votes.\n\n"
         f"| loss | {head} | AUROC of σ for errors against the votes | at equal lead |\n"
         "|---|---|---|---|---|---|---|---|",
         flush=True,
     )
-    if given.judge is not None:
-        print(row_of(given.judge, judged_by(given.judge, heldout)), flush=True)
-    if given.pairs:
-        compare_losses(given, heldout)
+    if options.judge is not None:
+        print(row_of(options.judge, judged_by(options.judge, heldout)), flush=True)
+    if options.pairs:
+        compare_losses(options, heldout)
 
 
-def features(given: argparse.Namespace, heldout: Examples) -> tuple[FeaturePairs, FeaturePairs]:
+def features(options: argparse.Namespace, heldout: Examples) -> tuple[FeaturePairs, FeaturePairs]:
     """What the losses learn from, and what they are measured on."""
-    engine = VisionLanguageEngine.from_pretrained(given.model, feature_bytes=1 << 20, max_tokens_per_batch=1 << 15)
+    engine = VisionLanguageEngine.from_pretrained(options.model, feature_bytes=1 << 20, max_tokens_per_batch=1 << 15)
     cache: list[Path | None] = [None, None]
-    if given.cache is not None:
-        given.cache.mkdir(parents=True, exist_ok=True)
-        cache = [given.cache / f"{name}.safetensors" for name in ("train", "heldout")]
-    train = kept_features(engine, shapes_pairs(given.seed, given.pairs), cache[0])
+    if options.cache is not None:
+        options.cache.mkdir(parents=True, exist_ok=True)
+        cache = [options.cache / f"{name}.safetensors" for name in ("train", "heldout")]
+    train = kept_features(engine, shapes_pairs(options.seed, options.pairs), cache[0])
     return train, kept_features(engine, heldout, cache[1])
 
 
-def compare_losses(given: argparse.Namespace, heldout: Examples) -> None:
+def compare_losses(options: argparse.Namespace, heldout: Examples) -> None:
     """A row per loss."""
-    train, held = features(given, heldout)
+    train, test = features(options, heldout)
     for task in LOSSES:
-        judge = train_head(task, train, given.epochs, given.lr, given.seed)
-        found = score_pairs(judge, [held.rows(torch.arange(given.heldout))], TASKS[task])
-        print(row_of(task, found), flush=True)
+        judge = train_head(task, train, options.epochs, options.lr, options.seed)
+        scored = score_pairs(judge, [test.rows(torch.arange(options.heldout))], TASKS[task])
+        print(row_of(task, scored), flush=True)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     python tests/benchmarks/judges/votes_over_kl.py --output runs/votes --seeds 0 1 2
 
 Simulated voters compare images of the packaged generator (probability σ(γ Δu), u the verifier's mixed score,
-γ as in `votes_to_policy`); a pair has 1, 3 or 9 votes by lot. Linear rewards learn from as many pairs told in
+γ as in `votes_to_policy`); a pair has 1, 3 or 9 votes by lot. Linear rewards learn from as many pairs labelled in
 four ways, or from choices among four images by one voter each, with as many looks at images. Each reward
 tilts the generator on held-out prompts, w ∝ exp(βr) over 16 samples, to a KL; the verifier's accuracy there
 is what counts. No policy is trained: the tilt is the optimum that training under a KL penalty aims at.
@@ -58,16 +58,16 @@ def rewards(
     gap = (utility[group, four[:, 0]] - utility[group, four[:, 1]]).numpy()
     votes = rng.choice((1, 3, 9), pairs)
     gamma = np.array(list(VOTERS.values()))[rng.integers(len(VOTERS), size=(pairs, 9))]
-    said = (rng.random((pairs, 9)) < 1 / (1 + np.exp(-gamma * gap[:, None]))) & (np.arange(9) < votes[:, None])
-    share = torch.tensor(said.sum(1) / votes)
+    ballots = (rng.random((pairs, 9)) < 1 / (1 + np.exp(-gamma * gap[:, None]))) & (np.arange(9) < votes[:, None])
+    share = torch.tensor(ballots.sum(1) / votes)
     one, major = torch.ones(pairs), (share > 0.5).double()
     sure = torch.maximum(share, 1 - share) >= 0.95
-    first = torch.tensor(said[:, 0]).double()
+    first = torch.tensor(ballots[:, 0]).double()
     strength = strength_of(left, right, share, torch.arange(pairs) % 5)  # of the shares, for all arms
     half = pairs // 2  # a choice among four looks at as many images as two pairs
     noise = rng.gumbel(size=(half, 4))
     best = (gamma[:half, :1] * utility[group[:half]].numpy() + noise).argmax(1)
-    found = {
+    weights = {
         "counts": fit(left, right, share, torch.tensor(votes / votes.mean()), strength),
         "shares": fit(left, right, share, one, strength),
         "majority": fit(left, right, major, one, strength),
@@ -75,7 +75,7 @@ def rewards(
         "best of four": fit_choices(states[group[:half]], torch.tensor(best), strength),
         "one pair of four": fit(left, right, first, one, strength),
     }
-    return found
+    return weights
 
 
 def main() -> None:
@@ -83,37 +83,37 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--pairs", type=int, default=200)
-    given = parser.parse_args()
-    output = given.output.resolve()
-    asked = write_rows(output / "heldout.jsonl", heldout_prompts()[::2])
-    candidates = [sampled_by(output / f"candidates{part}", asked, first=8 * part) for part in (0, 1)]
+    options = parser.parse_args()
+    output = options.output.resolve()
+    prompt_file = write_rows(output / "heldout.jsonl", heldout_prompts()[::2])
+    candidates = [sampled_by(output / f"candidates{part}", prompt_file, first=8 * part) for part in (0, 1)]
     prompts = list(candidates[0])
     images = [image for prompt in prompts for part in candidates for image in part[prompt]]
-    told = [prompt for prompt in prompts for _ in range(16)]
-    states, right = features(images, told), truth(images, told).view(-1, 16).numpy()
-    found: dict[str, list[list[np.ndarray]]] = {}
-    for seed in given.seeds:
+    texts = [prompt for prompt in prompts for _ in range(16)]
+    states, right = features(images, texts), truth(images, texts).view(-1, 16).numpy()
+    by_arm: dict[str, list[list[np.ndarray]]] = {}
+    for seed in options.seeds:
         tasks = sampled(output / f"seed{seed}" / "old", train_prompts(), None, seed, 150)
         groups: dict[str, list[str]] = {}
         for task in tasks:
             groups[task.prompt] = sorted({*groups.get(task.prompt, []), *task.images})
-        shown = [image for group in groups.values() for image in group]
-        asked_of = [prompt for prompt in groups for _ in range(4)]
-        own = features(shown, asked_of).view(len(groups), 4, -1)
-        utility = truth(shown, asked_of, mode="mixed").view(-1, 4)
+        group_images = [image for group in groups.values() for image in group]
+        group_prompts = [prompt for prompt in groups for _ in range(4)]
+        own = features(group_images, group_prompts).view(len(groups), 4, -1)
+        utility = truth(group_images, group_prompts, mode="mixed").view(-1, 4)
         draws: dict[str, list[list[np.ndarray]]] = {}
         for draw in range(DRAWS):
-            for arm, weights in rewards(own, utility, given.pairs, np.random.default_rng([seed, draw])).items():
+            for arm, weights in rewards(own, utility, options.pairs, np.random.default_rng([seed, draw])).items():
                 scores = (states @ weights).view(-1, 16).numpy()
                 draws.setdefault(arm, []).append([tilted(scores, right, level) for level in LEVELS])
-        for arm, each in draws.items():
-            found.setdefault(arm, []).append(np.mean(each, 0))
+        for arm, accuracies in draws.items():
+            by_arm.setdefault(arm, []).append(np.mean(accuracies, 0))
     print(f"before: {right.mean():.3f}\n| labels | {' | '.join(f'{level} nats' for level in LEVELS)} |")
-    table = {arm: np.concatenate(each, 1) for arm, each in found.items()}
+    table = {arm: np.concatenate(means, 1) for arm, means in by_arm.items()}
     for arm, values in table.items():
-        each = ", ".join(f"{part[2].mean():.3f}" for part in found[arm])
-        print(f"| {arm} | {' | '.join(f'{value:.3f}' for value in values.mean(1))} | at 1 nat: {each} |")
-    labels = prompts * len(given.seeds)
+        by_seed = ", ".join(f"{part[2].mean():.3f}" for part in by_arm[arm])
+        print(f"| {arm} | {' | '.join(f'{value:.3f}' for value in values.mean(1))} | at 1 nat: {by_seed} |")
+    labels = prompts * len(options.seeds)
     for one, other in LEADS:
         for name, column in (("at 1 nat", lambda t: t[2]), ("from 1 to 2 nats", lambda t: t[4] - t[2])):
             lead = paired_bootstrap(

@@ -31,12 +31,12 @@ IMAGES = 4
 """Of each prompt."""
 
 
-def images(folder: Path, known: list[Record], prompts: int, seed: int) -> None:
+def images(folder: Path, pool: list[Record], prompts: int, seed: int) -> None:
     """Samples of the packaged generator, with their records."""
-    order = torch.randperm(len(known), generator=torch.Generator().manual_seed(seed)).tolist()
+    order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(seed)).tolist()
     records = folder.with_suffix(".jsonl")
     records.parent.mkdir(parents=True, exist_ok=True)
-    write_rows(records, (known[place] for place in order[:prompts]))
+    write_rows(records, (pool[index] for index in order[:prompts]))
     run_visalign("sample", str(records), "-o", str(folder), "--seeds", f"0-{IMAGES - 1}", "--batch-size", "96")
 
 
@@ -45,9 +45,9 @@ def collect(folder: Path, path: Path, votes: int, seed: int) -> None:
     tasks = read_tasks([str(folder)], single=False, per_prompt=IMAGES, seed=seed)[:votes]
     store = VoteStore.create(path, tasks, Form(), Plan(votes=1, repeat_every=0, seed=seed))
     images = sorted({image for task in tasks for image in task.images})
-    said = {image: task for task in tasks for image in task.images}
+    task_of = {image: task for task in tasks for image in task.images}
     scores = load_reward("shapes_verifier", mode="mixed").score(
-        images, [said[i].prompt for i in images], [parse_prompt(said[i].prompt) for i in images]
+        images, [task_of[i].prompt for i in images], [parse_prompt(task_of[i].prompt) for i in images]
     )
     utility = dict(zip(images, scores.value.tolist(), strict=True))
     draws = np.random.default_rng(seed)
@@ -57,12 +57,12 @@ def collect(folder: Path, path: Path, votes: int, seed: int) -> None:
     while left:
         left = False
         for name, gamma in VOTERS.items():
-            if (shown := store.next(name)) is None:
+            if (question := store.next(name)) is None:
                 continue
             left = True
-            odds = gamma * (utility[shown.image("left")] - utility[shown.image("right")])
+            odds = gamma * (utility[question.image("left")] - utility[question.image("right")])
             side = "left" if draws.random() < 1 / (1 + np.exp(-odds)) else "right"
-            store.vote(name, shown.assignment, {"choice": side}, client=f"{shown.assignment}", seconds=1.0)
+            store.vote(name, question.assignment, {"choice": side}, client=f"{question.assignment}", seconds=1.0)
     write_rows(path.with_suffix(".jsonl"), export_rows(store, select_votes(store)))
     store.close()
 
@@ -84,12 +84,12 @@ def run(output: Path, votes: int, seed: int, iterations: int, kind: str) -> None
         ("trained", f"{{model: {folder / 'judge' / 'judge'}}}"),
         *([("untrained", "{model: shapes-vlm}")] if kind == "reward_dance" else []),
     ):
-        place = folder / f"policy_{name}"
-        if not (place / "summary.json").is_file():
+        policy = folder / f"policy_{name}"
+        if not (policy / "summary.json").is_file():
             judge = f"rewards.terms={{judge: {{name: {kind}, options: {options}}}}}"
             plain = "objective.changes_for.diffusion_nft_closed.reference_guidance=null"
-            given = ["shapes_quickstart", judge, plain, f"seed={seed}", "run.max_seconds=null"]
-            run_visalign("train", *given, "-o", str(place))
+            arguments = ["shapes_quickstart", judge, plain, f"seed={seed}", "run.max_seconds=null"]
+            run_visalign("train", *arguments, "-o", str(policy))
 
 
 def main() -> None:
@@ -99,9 +99,9 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=3, help="Of the judge; 12 updates of 64 each.")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--judge", choices=("reward_dance", "hpsv3"), default="reward_dance")
-    given = parser.parse_args()
-    for seed in given.seeds:
-        run(given.output, given.votes, seed, given.iterations, given.judge)
+    options = parser.parse_args()
+    for seed in options.seeds:
+        run(options.output, options.votes, seed, options.iterations, options.judge)
 
 
 if __name__ == "__main__":

@@ -43,15 +43,15 @@ def first_round(folder: Path, seed: int, labels: int) -> None:
         "{run.iterations: 24, optimizer.decay_updates: 192, evaluation.every: 0, run.max_seconds: null, "
         "objective.changes_for.diffusion_nft_closed.reference_guidance: null}"
     )
-    given = [f"seed={seed}", "rounds=1", f"labels.first={labels}", f"policy.changes={changes}"]
-    run_visalign("train", "shapes_ugda", *given, "-o", str(folder))
+    overrides = [f"seed={seed}", "rounds=1", f"labels.first={labels}", f"policy.changes={changes}"]
+    run_visalign("train", "shapes_ugda", *overrides, "-o", str(folder))
 
 
 def sampled(folder: Path, records: list[Record], lora: Path | None, seed: int, prompts: int) -> list[Task]:
     """All pairs of the policy's images of some prompts."""
     order = torch.randperm(len(records), generator=torch.Generator().manual_seed(seed)).tolist()
     if not (folder / "images.jsonl").is_file():
-        sample_images([records[place] for place in order[:prompts]], sampling(lora), folder)
+        sample_images([records[index] for index in order[:prompts]], sampling(lora), folder)
     return list(read_tasks([str(folder)], single=False, per_prompt=10**6))
 
 
@@ -63,15 +63,15 @@ def sampling(lora: Path | None) -> SampleSettings:
 
 def truth(tasks: list[Task]) -> np.ndarray:
     """1 where the verifier finds the left image nearer to its prompt, 0 the right one, 1/2 neither."""
-    verifier, found = load_reward("shapes_verifier", mode="mixed"), []
+    verifier, labels = load_reward("shapes_verifier", mode="mixed"), []
     for task in tasks:
         left, right = verifier.score(list(task.images), [task.prompt] * 2, [parse_prompt(task.prompt)] * 2).value
-        found.append(float(np.sign(float(left - right)) / 2 + 0.5))
-    return np.array(found)
+        labels.append(float(np.sign(float(left - right)) / 2 + 0.5))
+    return np.array(labels)
 
 
-def chosen(arm: str, found: list[Candidate], count: int, seed: int) -> list[Candidate]:
-    return [] if arm == "none" else select_candidates(found, count, arm.partition(",")[0], seed=seed)
+def chosen(arm: str, candidates: list[Candidate], count: int, seed: int) -> list[Candidate]:
+    return [] if arm == "none" else select_candidates(candidates, count, arm.partition(",")[0], seed=seed)
 
 
 def fitted(folder: Path, rows: list[dict[str, Any]], seed: int, *, weighed: bool) -> Ensemble:
@@ -79,12 +79,12 @@ def fitted(folder: Path, rows: list[dict[str, Any]], seed: int, *, weighed: bool
     folder.mkdir(parents=True, exist_ok=True)
     write_rows(folder / "pairs.jsonl", rows)
     for member in range(MEMBERS):
-        place = folder / str(member)
-        if not (place / "summary.json").is_file():
-            given = [f"data.train={folder / 'pairs.jsonl'}", "data.heldout=null", f"seed={seed + member}",
-                     "run.iterations=3", "optimizer.decay_updates=36"]  # fmt: skip
-            given += ["data.off_policy={}"] if weighed else []
-            run_visalign("train-reward", "shapes_reward_dance", *given, "-o", str(place))
+        output = folder / str(member)
+        if not (output / "summary.json").is_file():
+            overrides = [f"data.train={folder / 'pairs.jsonl'}", "data.heldout=null", f"seed={seed + member}",
+                         "run.iterations=3", "optimizer.decay_updates=36"]  # fmt: skip
+            overrides += ["data.off_policy={}"] if weighed else []
+            run_visalign("train-reward", "shapes_reward_dance", *overrides, "-o", str(output))
     return ensemble_of([folder / str(member) for member in range(MEMBERS)])
 
 
@@ -92,14 +92,14 @@ def ensemble_of(members: list[Path]) -> Ensemble:
     return Ensemble({str(n): load_reward("reward_dance", model=str(m / "judge")) for n, m in enumerate(members)})
 
 
-def right(ensemble: Ensemble, tasks: list[Task], said: np.ndarray) -> np.ndarray:
+def right(ensemble: Ensemble, tasks: list[Task], labels: np.ndarray) -> np.ndarray:
     """Whether the mean prefers the better image of each pair; a tie is half right."""
     images = list(dict.fromkeys(image for task in tasks for image in task.images))
     prompts = {image: task.prompt for task in tasks for image in task.images}
     scores = member_scores(ensemble, images, [prompts[image] for image in images]).mean(0)
     value = dict(zip(images, scores.tolist(), strict=True))
     lead = np.array([value[task.images[0]] - value[task.images[1]] for task in tasks])
-    return np.where(lead == 0, 0.5, (lead > 0) == (said == 1)).astype(float)
+    return np.where(lead == 0, 0.5, (lead > 0) == (labels == 1)).astype(float)
 
 
 def one_seed(output: Path, seed: int, first: int, more: int) -> dict[str, np.ndarray]:
@@ -110,33 +110,33 @@ def one_seed(output: Path, seed: int, first: int, more: int) -> dict[str, np.nda
     lora = start / "policy" / "lora"
     tasks = sampled(folder / "fresh", train_prompts(), lora, seed + 1000, 75)
     test = sampled(folder / "test", heldout_prompts(), lora, seed, 120)
-    said = truth(test)
-    apart = [task for task, word in zip(test, said, strict=True) if word != 0.5]
+    labels = truth(test)
+    decided = [task for task, label in zip(test, labels, strict=True) if label != 0.5]
     before = ensemble_of([start / "members" / str(member) for member in range(MEMBERS)])
-    found = score_candidates(tasks, before, sampling(lora), seed=seed)
-    word = dict(zip([c.task.images for c in found], truth([c.task for c in found]), strict=True))
+    candidates = score_candidates(tasks, before, sampling(lora), seed=seed)
+    label_of = dict(zip([c.task.images for c in candidates], truth([c.task for c in candidates]), strict=True))
     old = read_rows(start / "pairs.jsonl")
     for row in old:
         row |= {side: str((start / row[side]).resolve()) for side in ("image_left", "image_right")}
     images = [row[f"image_{side}"] for side in ("left", "right") for row in old]
     ratios = log_ratios(sampling(None), sampling(lora), images, [row["prompt"] for row in old] * 2, seed=seed).tolist()
-    for place, row in enumerate(old):
-        row |= {"log_ratio_left": ratios[place], "log_ratio_right": ratios[place + len(old)]}
-    results, names = {}, sorted({task.prompt for task in apart})
-    group = np.array([names.index(task.prompt) for task in apart])
+    for index, row in enumerate(old):
+        row |= {"log_ratio_left": ratios[index], "log_ratio_right": ratios[index + len(old)]}
+    results, names = {}, sorted({task.prompt for task in decided})
+    group = np.array([names.index(task.prompt) for task in decided])
     for arm in ARMS:
         new = [
             {"prompt": c.task.prompt, "image_left": c.task.images[0], "image_right": c.task.images[1],
-             "label": word[c.task.images], "log_ratio_left": 0.0, "log_ratio_right": 0.0}
-            for c in chosen(arm, found, more, seed)
+             "label": label_of[c.task.images], "log_ratio_left": 0.0, "log_ratio_right": 0.0}
+            for c in chosen(arm, candidates, more, seed)
         ]  # fmt: skip
         after = before if arm == "none" else fitted(
             folder / arm.replace(", ", "_"), [*old, *new], seed, weighed="OCRM" in arm
         )  # fmt: skip
-        hits = right(after, apart, said[said != 0.5])
+        hits = right(after, decided, labels[labels != 0.5])
         results[arm] = np.stack([np.bincount(group, hits), np.bincount(group)], 1)
         ties = sum(row["label"] == 0.5 for row in new)
-        print(f"seed {seed}: {arm}: {hits.mean():.3f} of {len(apart)}; {ties} new ties", flush=True)
+        print(f"seed {seed}: {arm}: {hits.mean():.3f} of {len(decided)}; {ties} new ties", flush=True)
     return results
 
 
@@ -146,9 +146,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--first", type=int, default=40, help="labels before the policy moves")
     parser.add_argument("--more", type=int, default=60, help="labels afterwards")
-    given = parser.parse_args()
-    output = given.output.resolve()
-    seeds = [one_seed(output, seed, given.first, given.more) for seed in given.seeds]
+    options = parser.parse_args()
+    output = options.output.resolve()
+    seeds = [one_seed(output, seed, options.first, options.more) for seed in options.seeds]
     pooled = {arm: np.concatenate([results[arm] for results in seeds]) for arm in ARMS}
     draws = np.random.default_rng(0).integers(len(pooled["none"]), size=(10_000, len(pooled["none"])))
     for arm, other in (

@@ -47,13 +47,13 @@ def killed(folder: Path, jobs: Sequence[str], rank: int, delay: float) -> tuple[
     when = folder / "killed"
     kill = f"sleep {delay:.3f}; date +%s.%N > {when}; kill -9 $(cat {folder / f'pid.{rank}'})"
     killer = subprocess.Popen(["sh", "-c", kill], stderr=subprocess.DEVNULL)
-    kept = os.dup(2)
-    with (folder / "said").open("w") as said:
-        os.dup2(said.fileno(), 2)
+    saved = os.dup(2)
+    with (folder / "said").open("w") as log:
+        os.dup2(log.fileno(), 2)
         try:
             is_whole = forked(folder, 2, jobs)
         finally:
-            os.dup2(kept, 2)
+            os.dup2(saved, 2)
     ended = time.time()
     killer.wait()
     if is_whole:
@@ -81,12 +81,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 1
         span = time.time() - begin
         for moment in range(options.moments):
-            folder, found = root / str(moment), None
-            while found is None:
+            folder, survivor = root / str(moment), None
+            while survivor is None:
                 rank, delay = draw.randrange(2), draw.uniform(0.2, span)
-                found = killed(folder, jobs, rank, delay)
-            seconds, words = found
-            told = "Another process of this run has ended" in words
+                survivor = killed(folder, jobs, rank, delay)
+            seconds, words = survivor
+            explained = "Another process of this run has ended" in words
             longest = max(longest, seconds)
             shutil.copytree(folder, root / "one", dirs_exist_ok=True)
             same = forked(folder, 2, jobs) and all(
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             two, one = ("equal" if same else "OTHERWISE"), ("equal" if close else "OTHERWISE")
             print(
                 f"moment {moment + 1}: process {rank} killed after {delay:.2f} of {span:.2f} s, the other "
-                f"ended {seconds:.2f} s later{'' if told else f' ({words[:90]})'}; two "
+                f"ended {seconds:.2f} s later{'' if explained else f' ({words[:90]})'}; two "
                 f"resumed: bit for bit {two}; one: up to rounding {one}",
                 flush=True,
             )

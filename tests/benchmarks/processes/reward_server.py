@@ -87,10 +87,10 @@ def load(seconds: float, clients: int) -> dict[str, float]:
     killed = {"clients": 0, "workers": 0}
     with serving(judge_server(worker, worker.card, max_batch=128)) as url:
         stop = time.monotonic() + seconds
-        done = threading.Event()
+        finished = threading.Event()
 
         def kill() -> None:
-            while not done.wait(max(2.0, seconds / 12)):
+            while not finished.wait(max(2.0, seconds / 12)):
                 child = subprocess.Popen([sys.executable, "-c", _CUT, url], stdout=subprocess.PIPE)
                 assert child.stdout is not None
                 child.stdout.readline()
@@ -106,7 +106,7 @@ def load(seconds: float, clients: int) -> dict[str, float]:
         killer.start()
         with ThreadPoolExecutor(clients) as pool:
             list(pool.map(lambda n: brightness_client(url, n, stop, out), range(clients)))
-        done.set()
+        finished.set()
         killer.join()
     worker.close()
     times = sorted(out["seconds"])
@@ -127,21 +127,21 @@ def load(seconds: float, clients: int) -> dict[str, float]:
 def resident(pid: int, field: str) -> int:
     """Bytes: VmRSS now, VmHWM at the peak; 0 of a process that is gone."""
     try:
-        told = Path(f"/proc/{pid}/status").read_text().partition(f"{field}:")[2].split()
+        words = Path(f"/proc/{pid}/status").read_text().partition(f"{field}:")[2].split()
     except OSError:
         return 0
-    return int(told[0]) << 10 if told else 0
+    return int(words[0]) << 10 if words else 0
 
 
 def judges_of(pid: int) -> list[int]:
     """The processes in which the server judges."""
-    found = []
-    for place in Path(f"/proc/{pid}/task").glob("*/children"):  # each thread has those that it started
+    pids = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):  # each thread has those that it started
         with suppress(OSError):  # a thread, or a process, that went meanwhile
-            for child in place.read_text().split():
+            for child in path.read_text().split():
                 if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
-                    found.append(int(child))
-    return found
+                    pids.append(int(child))
+    return pids
 
 
 @contextmanager
@@ -168,9 +168,9 @@ def command(*options: str, files: int = 1024) -> Iterator[tuple[str, int, Path]]
 
 def largest(seconds: float, clients: int, memory: float) -> dict[str, Any]:
     """Every client with the largest requests, the judge's process killed now and then."""
-    found: dict[str, Any] = {"clients": clients, "seconds": seconds, "kills": 0, "requests": 0}
-    found |= {"lost": 0, "mixed": 0, "server peak": 0, "judge peak": 0}
-    counting, done = threading.Lock(), threading.Event()
+    report: dict[str, Any] = {"clients": clients, "seconds": seconds, "kills": 0, "requests": 0}
+    report |= {"lost": 0, "mixed": 0, "server peak": 0, "judge peak": 0}
+    counting, finished = threading.Lock(), threading.Event()
     with command("--memory", str(memory)) as (url, pid, log):
         limits = httpx.get(f"{url}/health").json()["limits"]
         side = int((limits["max_pixels"] / 4) ** 0.5)
@@ -180,15 +180,15 @@ def largest(seconds: float, clients: int, memory: float) -> dict[str, Any]:
 
         def watch() -> None:
             killed_at = time.monotonic()
-            while not done.wait(0.05):
+            while not finished.wait(0.05):
                 for own in judges_of(pid):
-                    found["judge peak"] = max(found["judge peak"], resident(own, "VmHWM"))
+                    report["judge peak"] = max(report["judge peak"], resident(own, "VmHWM"))
                     if time.monotonic() > killed_at + 15 < stop - 10:
                         with suppress(ProcessLookupError):
                             os.kill(own, signal.SIGKILL)
-                        found["kills"] += 1
+                        report["kills"] += 1
                         killed_at = time.monotonic()
-                found["server peak"] = max(found["server peak"], resident(pid, "VmHWM"))
+                report["server peak"] = max(report["server peak"], resident(pid, "VmHWM"))
 
         def ask(number: int) -> None:
             rng, remote = random.Random(number), RemoteReward(url, attempts=8)
@@ -198,9 +198,9 @@ def largest(seconds: float, clients: int, memory: float) -> dict[str, Any]:
                 scores = remote.score(images, [f"{number}"] * 4)
                 right = (scores.value * 255 - torch.tensor(levels)).abs() < 0.01
                 with counting:
-                    found["requests"] += 1
-                    found["lost"] += int((~scores.valid).sum())
-                    found["mixed"] += int((scores.valid & ~right).sum())
+                    report["requests"] += 1
+                    report["lost"] += int((~scores.valid).sum())
+                    report["mixed"] += int((scores.valid & ~right).sum())
             remote.close()
 
         with ThreadPoolExecutor(clients + 1) as pool:
@@ -208,28 +208,28 @@ def largest(seconds: float, clients: int, memory: float) -> dict[str, Any]:
             try:
                 list(pool.map(ask, range(clients)))
             finally:
-                done.set()
+                finished.set()
             watching.result()
-        found["bytes of a request"] = 12 * side * side
-        found["log bytes"] = log.stat().st_size
+        report["bytes of a request"] = 12 * side * side
+        report["log bytes"] = log.stat().st_size
     mega = 2**20
-    found["budget of each, MiB"] = memory * 512
-    found["of it requests, MiB"] = limits["max_total_bytes"] / mega
+    report["budget of each, MiB"] = memory * 512
+    report["of it requests, MiB"] = limits["max_total_bytes"] / mega
     for name in idle:
-        found[f"{name} beyond idle, MiB"] = round((found.pop(f"{name} peak") - idle[name]) / mega, 1)
-    return found
+        report[f"{name} beyond idle, MiB"] = round((report.pop(f"{name} peak") - idle[name]) / mega, 1)
+    return report
 
 
 def silent(seconds: float, connections: int = 300) -> dict[str, Any]:
     """Connections that say nothing at 256 open files, made anew as they are closed, beside one client."""
     with command("--memory", "0.25", files=256) as (url, _, log):
-        place, lines, made = urlsplit(url), list[socket.socket](), 0
+        address, lines, opened = urlsplit(url), list[socket.socket](), 0
         times, stop = list[float](), time.monotonic() + seconds
         images = torch.full((8, 3, 64, 64), 51, dtype=torch.uint8)
         while time.monotonic() < stop:
             while len(lines) < connections:
-                lines.append(socket.create_connection((place.hostname or "", place.port or 0), timeout=10))
-                made += 1
+                lines.append(socket.create_connection((address.hostname or "", address.port or 0), timeout=10))
+                opened += 1
             begun = time.monotonic()
             remote = RemoteReward(url)  # a client that comes while they are there
             assert remote.score(images, ["a"] * 8).valid.all()
@@ -242,7 +242,7 @@ def silent(seconds: float, connections: int = 300) -> dict[str, Any]:
         for line in lines:
             line.close()
         return {
-            "silent connections": made,
+            "silent connections": opened,
             "clients served": len(times),
             "slowest, s": round(max(times), 2),
             "log bytes": log.stat().st_size,
@@ -255,20 +255,20 @@ def processor_seconds(pid: int | None) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def throughput(given: argparse.Namespace) -> dict[str, Any]:
+def throughput(options: argparse.Namespace) -> dict[str, Any]:
     """Images a second at full batches, the server's and the direct call's in turns."""
-    count = given.batch * given.requests
-    images = torch.randint(0, 256, (count, 3, given.size, given.size), dtype=torch.uint8)
+    count = options.batch * options.requests
+    images = torch.randint(0, 256, (count, 3, options.size, options.size), dtype=torch.uint8)
     prompts = [f"a red circle {n}" for n in range(count)]
-    torch.set_num_threads(given.threads)
-    direct = load_judge(given.judge)
-    worker = JudgeWorker(given.judge, threads=given.threads)
+    torch.set_num_threads(options.threads)
+    direct = load_judge(options.judge)
+    worker = JudgeWorker(options.judge, threads=options.threads)
     wall: dict[str, list[float]] = {"direct": [], "server": []}
     cpu: dict[str, list[float]] = {"direct": [], "server": []}
-    with serving(judge_server(worker, worker.card, max_batch=given.batch, max_wait=0.0)) as url:
+    with serving(judge_server(worker, worker.card, max_batch=options.batch, max_wait=0.0)) as url:
         remote = RemoteReward(url)
         judges = [("direct", direct), ("server", remote)]
-        for turn in range(given.rounds + 1):
+        for turn in range(options.rounds + 1):
             fresh = images.roll(turn, 0) ^ turn
             for label, judge in judges if turn % 2 else judges[::-1]:
                 used, begun = time.process_time() + processor_seconds(worker.pid), time.perf_counter()
@@ -279,21 +279,21 @@ def throughput(given: argparse.Namespace) -> dict[str, Any]:
                     cpu[label].append(time.process_time() + processor_seconds(worker.pid) - used)
                 assert scores.valid.all()
     worker.close()
-    found: dict[str, Any] = {"judge": given.judge, "batch": given.batch, "threads": given.threads}
+    report: dict[str, Any] = {"judge": options.judge, "batch": options.batch, "threads": options.threads}
     for name, times in (("wall", wall), ("cpu", cpu)):
         medians = {label: statistics.median(values) for label, values in times.items()}
-        found |= {f"{label} images/s ({name})": round(count / medians[label], 1) for label in medians}
-        found[f"server / direct ({name})"] = round(medians["direct"] / medians["server"], 3)
-    return found
+        report |= {f"{label} images/s ({name})": round(count / medians[label], 1) for label in medians}
+        report[f"server / direct ({name})"] = round(medians["direct"] / medians["server"], 3)
+    return report
 
 
-def profile(given: argparse.Namespace) -> dict[str, float]:
+def profile(options: argparse.Namespace) -> dict[str, float]:
     """Processor milliseconds of each step of one full request, and of the judge itself."""
-    images = torch.randint(0, 256, (given.batch, 3, given.size, given.size), dtype=torch.uint8)
-    prompts = [f"a red circle {n}" for n in range(given.batch)]
-    torch.set_num_threads(given.threads)
-    judge = load_judge(given.judge)
-    request = JudgeRequest(images=list(images), prompts=prompts, metadata=[None] * given.batch)
+    images = torch.randint(0, 256, (options.batch, 3, options.size, options.size), dtype=torch.uint8)
+    prompts = [f"a red circle {n}" for n in range(options.batch)]
+    torch.set_num_threads(options.threads)
+    judge = load_judge(options.judge)
+    request = JudgeRequest(images=list(images), prompts=prompts, metadata=[None] * options.batch)
     raw = bytearray(pack_request(request))
     turn = iter(range(10_000))
     answer = judge.score(images, prompts)  # type: ignore[union-attr]
@@ -302,19 +302,19 @@ def profile(given: argparse.Namespace) -> dict[str, float]:
         "client: pack": lambda: pack_request(request),
         "server and worker: unpack, twice": lambda: (unpack_request(raw), unpack_request(raw)),
         "worker, server and client: answer": lambda: [
-            (pack_answer(answer), unpack_answer(pack_answer(answer), given.batch)) for _ in range(2)
+            (pack_answer(answer), unpack_answer(pack_answer(answer), options.batch)) for _ in range(2)
         ],
         "judge": lambda: judge.score(images ^ next(turn), prompts),  # type: ignore[union-attr]
     }
-    found = {}
+    medians = {}
     for name, step in steps.items():
         times = []
-        for _ in range(given.rounds):
+        for _ in range(options.rounds):
             begun = time.process_time()
             step()
             times.append(1000 * (time.process_time() - begun))
-        found[name] = round(statistics.median(times), 2)
-    return found
+        medians[name] = round(statistics.median(times), 2)
+    return medians
 
 
 def main() -> None:
@@ -329,16 +329,16 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--memory", type=float)
-    given = parser.parse_args()
-    if given.memory is not None:
-        print(json.dumps(largest(given.seconds, given.clients, given.memory), indent=1), flush=True)
-        print(json.dumps(silent(given.seconds / 4), indent=1))
+    options = parser.parse_args()
+    if options.memory is not None:
+        print(json.dumps(largest(options.seconds, options.clients, options.memory), indent=1), flush=True)
+        print(json.dumps(silent(options.seconds / 4), indent=1))
         return
-    if given.profile:
-        print(json.dumps(profile(given), indent=1))
-    print(json.dumps(throughput(given), indent=1))
-    if given.seconds:
-        print(json.dumps(load(given.seconds, given.clients), indent=1))
+    if options.profile:
+        print(json.dumps(profile(options), indent=1))
+    print(json.dumps(throughput(options), indent=1))
+    if options.seconds:
+        print(json.dumps(load(options.seconds, options.clients), indent=1))
 
 
 if __name__ == "__main__":

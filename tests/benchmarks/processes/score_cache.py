@@ -24,24 +24,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--judge", default="hpsv3")
     parser.add_argument("--images", type=int, default=2000)
-    given = parser.parse_args()
+    options = parser.parse_args()
     world, paths, prompts = ShapesPreferences(5, split="heldout"), [], []
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(given.images):
+        for number in range(options.images):
             pair = world.pair(number)
             paths.append(Path(folder) / f"{number}.png")
             Image.fromarray(pair.images()[0]).save(paths[-1])
             prompts.append(pair.prompt)
         seconds, values = [], []
         for _ in range(2):
-            judge = CachedReward(load_reward(given.judge), ScoreCache(Path(folder) / "cache"))
+            judge = CachedReward(load_reward(options.judge), ScoreCache(Path(folder) / "cache"))
             _ = judge.identity  # loads the model in both runs, outside the clock
             begun = time.perf_counter()
             values.append(judge.score(paths, prompts).value)
             seconds.append(time.perf_counter() - begun)
     equal = torch.equal(values[0].nan_to_num(-1e9), values[1].nan_to_num(-1e9))
     print(
-        f"{given.judge}, {given.images} images: first {seconds[0]:.2f} s, second {seconds[1]:.3f} s, "
+        f"{options.judge}, {options.images} images: first {seconds[0]:.2f} s, second {seconds[1]:.3f} s, "
         f"{seconds[0] / seconds[1]:.1f} times; equal numbers: {equal}"
     )
 

@@ -38,7 +38,7 @@ from visalign.data.shapes.preferences import ShapesPreferences
 from visalign.data.shapes.render import render
 
 WORKER = b"ray::Worker"
-"""How the process of a worker calls itself."""
+"""Beginning of a worker's command line."""
 
 
 def make(folder: Path, count: int, size: int) -> list[Path]:
@@ -58,36 +58,36 @@ def make(folder: Path, count: int, size: int) -> list[Path]:
 
 
 def timed(
-    commands: Sequence[Sequence[str]], count: int, judged: Callable[[], int], *, kill: bool = False
+    commands: Sequence[Sequence[str]], count: int, count_rows: Callable[[], int], *, kill: bool = False
 ) -> tuple[float, float]:
     """(seconds of commands that start together, rows a second from the first tenth on)."""
     begun = time.perf_counter()
     running = [subprocess.Popen([sys.executable, "-m", "visalign", "score", *c]) for c in commands]
-    seen = [(0.0, 0)]
+    progress = [(0.0, 0)]
     while any(process.poll() is None for process in running):
         time.sleep(0.05)
-        if (rows := judged()) > seen[-1][1]:
-            seen.append((time.perf_counter() - begun, rows))
+        if (rows := count_rows()) > progress[-1][1]:
+            progress.append((time.perf_counter() - begun, rows))
         if kill and rows >= count // 2:
             os.kill(workers_of(running[0].pid)[0], signal.SIGKILL)
-            print(f"killed a worker after {seen[-1][0]:.1f} s", flush=True)
+            print(f"killed a worker after {progress[-1][0]:.1f} s", flush=True)
             kill = False
     seconds = time.perf_counter() - begun
     if any(process.returncode for process in running) or kill:
         raise SystemExit("A command failed, or nothing was killed.")
-    start, first = next(found for found in seen if found[1] >= count // 10)
-    return seconds, (seen[-1][1] - first) / (seen[-1][0] - start)
+    start, first = next(point for point in progress if point[1] >= count // 10)
+    return seconds, (progress[-1][1] - first) / (progress[-1][0] - start)
 
 
 def workers_of(parent: int) -> list[int]:
     """Numbers of the processes that judge, among those that descend from one."""
-    parents, found = {}, []
-    for place in Path("/proc").glob("[0-9]*"):
+    parents, workers = {}, []
+    for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            parents[int(place.name)] = int((place / "stat").read_text().rpartition(")")[2].split()[1])
-            if (place / "cmdline").read_bytes().startswith(WORKER):
-                found.append(int(place.name))
-    return [number for number in found if parent in ancestors(number, parents)]
+            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            if (entry / "cmdline").read_bytes().startswith(WORKER):
+                workers.append(int(entry.name))
+    return [number for number in workers if parent in ancestors(number, parents)]
 
 
 def ancestors(number: int, parents: dict[int, int]) -> list[int]:
@@ -111,20 +111,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shares = [[str(path) for path in paths[n :: options.workers]] for n in range(options.workers)]
     logs = [root / f"plain{n}.jsonl" for n in range(options.workers)]
     parts = [log.with_name(log.name + ".part") for log in logs]
-    found: dict[str, list[tuple[float, float]]] = {"plain": [], "ray": [], "killed": []}
+    times: dict[str, list[tuple[float, float]]] = {"plain": [], "ray": [], "killed": []}
     for number in range(options.rounds):
         commands = [[*own, *reward, "-o", str(log)] for own, log in zip(shares, logs, strict=True)]
         for log in logs:
             log.unlink(missing_ok=True)
-        found["plain"].append(timed(commands, options.count, partial(rows_of_all, parts)))
+        times["plain"].append(timed(commands, options.count, partial(rows_of_all, parts)))
         for name in ("ray", "killed") if number == options.rounds - 1 else ("ray",):
             folder = root / name
             shutil.rmtree(folder, ignore_errors=True)
             command = [str(paths[0].parent), *ray, str(folder)]
             count = partial(rows_in, folder)
-            found[name].append(timed([command], options.count, count, kill=name == "killed"))
+            times[name].append(timed([command], options.count, count, kill=name == "killed"))
         print(
-            f"round {number}: {[(name, *map(round, given[-1])) for name, given in found.items() if given]}", flush=True
+            f"round {number}: {[(name, *map(round, pairs[-1])) for name, pairs in times.items() if pairs]}", flush=True
         )
     expected = {}
     for log in logs:
@@ -138,9 +138,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{name}: {len(rows)} rows, {unique} unique, {off.count(0)} bit for bit, worst {max(off):.1g}")
         if not options.count == len(rows) == unique or max(off) > 1e-5:
             return 1
-    for name, given in found.items():
-        seconds, rate = (median(values) for values in zip(*given, strict=True))
-        share = median(rate / plain[1] for (_, rate), plain in zip(given[::-1], found["plain"][::-1], strict=False))
+    for name, pairs in times.items():
+        seconds, rate = (median(values) for values in zip(*pairs, strict=True))
+        share = median(rate / plain[1] for (_, rate), plain in zip(pairs[::-1], times["plain"][::-1], strict=False))
         print(f"{name}: {seconds:.1f} s in all; {rate:.1f} rows a second, {share:.2f} of plain")
     shutil.rmtree(root)
     return 0

@@ -57,8 +57,8 @@ class Network(nn.Module):
         self.blocks = nn.Sequential(*(Block() for _ in range(BLOCKS)))
 
     def forward(self, x: Tensor, sigma: Tensor, prompt: Tensor) -> Tensor:
-        given = torch.cat([x.flatten(1), sigma[:, None], prompt[:, None].to(x)], 1)
-        return self.leave(self.blocks(self.enter(given))).view(x.shape).clone()
+        inputs = torch.cat([x.flatten(1), sigma[:, None], prompt[:, None].to(x)], 1)
+        return self.leave(self.blocks(self.enter(inputs))).view(x.shape).clone()
 
 
 class Policy(ToyPolicy):
@@ -113,9 +113,9 @@ def work(kind: str) -> None:
         watch.join()
     peaks: Any = accelerator.gather(torch.tensor([[updating, peak[0] - begin]]))
     if accelerator.is_main_process:
-        most, saving = (peaks.max(0).values / 2**20).tolist()
+        training, saving = (peaks.max(0).values / 2**20).tolist()
         print(
-            f"{kind}: {weights / 1e6:.1f} M weights, {most:.0f} MiB at most in a process, {saving:.0f} "
+            f"{kind}: {weights / 1e6:.1f} M weights, {training:.0f} MiB at most in a process, {saving:.0f} "
             f"with a checkpoint, which took {seconds:.1f} s"
         )
     end_processes()

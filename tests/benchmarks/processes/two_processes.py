@@ -57,9 +57,9 @@ def run(job: str, processes: int, iterations: int, folder: Path, more: Sequence[
     ]  # fmt: skip
     command = [*start, str(script), "train", job, *settings, "--output", str(output)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError((done.stdout + done.stderr)[-2000:])
+    process = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    if process.returncode:
+        raise RuntimeError((process.stdout + process.stderr)[-2000:])
     wall, cpu = zip(*json.loads(Path(f"{output}.seconds").read_text())[1:], strict=True)
     return median(wall), median(cpu)
 
@@ -77,16 +77,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for job in options.jobs:
             gains = []
             for number in range(options.rounds):
-                found = {}
+                seconds = {}
                 for processes in (1, 2) if number % 2 == 0 else (2, 1):
-                    found[processes] = run(job, processes, options.iterations, Path(name), options.set)
-                gains.append([found[1][kind] / found[2][kind] for kind in (0, 1)])
+                    seconds[processes] = run(job, processes, options.iterations, Path(name), options.set)
+                gains.append([seconds[1][kind] / seconds[2][kind] for kind in (0, 1)])
                 print(
-                    f"{job} round {number + 1}: wall {found[1][0]:.2f} s in one, {found[2][0]:.2f} s in two; "
-                    f"CPU of a process {found[1][1]:.2f} and {found[2][1]:.2f} s",
+                    f"{job} round {number + 1}: wall {seconds[1][0]:.2f} s in one, {seconds[2][0]:.2f} s in two; "
+                    f"CPU of a process {seconds[1][1]:.2f} and {seconds[2][1]:.2f} s",
                     flush=True,
                 )
-            wall, cpu = (median(each) for each in zip(*gains, strict=True))
+            wall, cpu = (median(column) for column in zip(*gains, strict=True))
             print(f"{job}: {wall:.2f} times by the wall clock, {cpu:.2f} by the CPU of a process", flush=True)
     return 0
 

@@ -70,8 +70,8 @@ def load_trl() -> Loss:
     chunk = utils._CHUNKED_LOGPROB_CHUNK_SIZE
 
     def trl(hidden: Tensor, head: Tensor, target: Tensor, advantage: Tensor) -> Tensor:
-        found = ChunkedLogProbFunction.apply(hidden, head, None, target, 1.0, chunk, None, 1.0, ("entropy",))
-        return surrogate(found[0], advantage)
+        outputs = ChunkedLogProbFunction.apply(hidden, head, None, target, 1.0, chunk, None, 1.0, ("entropy",))
+        return surrogate(outputs[0], advantage)
 
     return trl
 
@@ -119,9 +119,9 @@ def memory(options: argparse.Namespace, which: str) -> float:
     """Bytes: `VmRSS` now or `VmHWM` at the peak."""
     if options.device == "cuda":
         return torch.cuda.memory_allocated() if which == "VmRSS" else torch.cuda.max_memory_allocated()
-    found = re.search(rf"{which}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
+    match = re.search(rf"{which}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match[1]) * 1024
 
 
 def reset_peak(options: argparse.Namespace) -> None:
@@ -195,22 +195,22 @@ def measure(options: argparse.Namespace, vocab: int) -> dict[str, dict[str, floa
         process.communicate()
     return {
         variant: {
-            "wall": statistics.median(r["wall"] for r in found),
-            "cpu": statistics.median(r["cpu"] for r in found),
-            "work": max(r["work"] for r in found),
+            "wall": statistics.median(r["wall"] for r in rows),
+            "cpu": statistics.median(r["cpu"] for r in rows),
+            "work": max(r["work"] for r in rows),
         }
-        for variant, found in rounds.items()
+        for variant, rows in rounds.items()
     }
 
 
-def show(options: argparse.Namespace, vocab: int, found: dict[str, dict[str, float]]) -> None:
-    base = found.get("naive")
+def show(options: argparse.Namespace, vocab: int, rows: dict[str, dict[str, float]]) -> None:
+    base = rows.get("naive")
     print(
         f"\nN = {options.tokens}, H = {options.hidden}, V = {vocab}, {options.dtype}, {options.device}, "
         f"{options.threads} thread(s), torch {torch.__version__}, median of {options.repeats}"
     )
     print(f"{'':48}{'work MB':>9}{'naive /':>9}{'wall s':>9}{'/ naive':>9}{'cpu s':>9}{'/ naive':>9}")
-    for variant, row in found.items():
+    for variant, row in rows.items():
         memory_ratio, wall_ratio, cpu_ratio = (
             ("", "", "")
             if base is None
@@ -220,8 +220,8 @@ def show(options: argparse.Namespace, vocab: int, found: dict[str, dict[str, flo
             f"{VARIANTS[variant][0]:48}{row['work'] / 1e6:9.0f}{memory_ratio:>9}{row['wall']:9.3f}"
             f"{wall_ratio:>9}{row['cpu']:9.3f}{cpu_ratio:>9}"
         )
-    if {"ours", "ours_sparse"} <= set(found):
-        wall, cpu = (found["ours_sparse"][key] / found["ours"][key] for key in ("wall", "cpu"))
+    if {"ours", "ours_sparse"} <= set(rows):
+        wall, cpu = (rows["ours_sparse"][key] / rows["ours"][key] for key in ("wall", "cpu"))
         print(f"80 % of rows without gradient: {wall:.2f} of the full wall time, {cpu:.2f} of its cpu time")
 
 
@@ -236,9 +236,9 @@ def show_error(options: argparse.Namespace, vocab: int) -> None:
         exact = [x.detach().double().requires_grad_() for x in (hidden, head)]
         log_p = (exact[0] @ exact[1].T).log_softmax(-1)
         theirs = [log_p.gather(1, target[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)]
-        found = fused_log_prob_entropy(hidden, head, target)
-        mine = [found.log_prob, found.entropy]
-        mine += torch.autograd.grad(found.log_prob.sum() + found.entropy.sum(), (hidden, head))
+        fused = fused_log_prob_entropy(hidden, head, target)
+        mine = [fused.log_prob, fused.entropy]
+        mine += torch.autograd.grad(fused.log_prob.sum() + fused.entropy.sum(), (hidden, head))
         theirs += torch.autograd.grad(theirs[0].sum() + theirs[1].sum(), exact)
         print(f"\nagainst float64, {dtype} operands, V = {vocab}:")
         for name, a, b in zip(("log-prob", "entropy", "∂ hidden", "∂ head"), mine, theirs, strict=True):

@@ -75,11 +75,11 @@ def probe(judge: Path, rows: list[dict[str, Any]]) -> tuple[str, float]:
     table = write_rows(judge.parent / "reference.jsonl", texts)
     command = [sys.executable, "-m", "visalign", "probe-reward", "reward_model", "--option", f"model={judge}"]
     command += ["--reference", str(table), "--only", "length", "--count", "128", "--device", "cpu", "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if not done.stdout:
-        raise SystemExit(done.stderr[-2000:])
-    found = json.loads(done.stdout)["probes"][0]
-    return found["verdict"], found["levels"][0]["mean"]
+    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if not process.stdout:
+        raise SystemExit(process.stderr[-2000:])
+    report = json.loads(process.stdout)["probes"][0]
+    return report["verdict"], report["levels"][0]["mean"]
 
 
 def text(values: np.ndarray, draws: np.ndarray) -> str:
@@ -95,16 +95,16 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=2600, help="before they are balanced")
     parser.add_argument("--heldout", type=int, default=400)
     parser.add_argument("--iterations", type=int, default=3, help="of 25 updates of 16 pairs")
-    given = parser.parse_args()
+    options = parser.parse_args()
     wins: dict[str, list[np.ndarray]] = {arm: [] for arm in ARMS}
     probes: dict[str, list[tuple[str, float]]] = {arm: [] for arm in ARMS}
     leads = []
-    for seed in given.seeds:
-        heldout = pairs(given.heldout, seed, "heldout")
+    for seed in options.seeds:
+        heldout = pairs(options.heldout, seed, "heldout")
         leads.append(np.array([np.sign(len(row["chosen"]) - len(row["rejected"])) for row in heldout]))
         for arm in ARMS:
-            judge = train(given.output.resolve() / f"{arm.replace(' ', '_')}_{seed}", arm, seed, given.pairs,
-                          given.iterations)  # fmt: skip
+            judge = train(options.output.resolve() / f"{arm.replace(' ', '_')}_{seed}", arm, seed, options.pairs,
+                          options.iterations)  # fmt: skip
             reward, prompts = RewardModel(judge), [row["prompt"] for row in heldout]
             better, worse = (
                 reward.score([row[side] for row in heldout], prompts).value.numpy() for side in ("chosen", "rejected")

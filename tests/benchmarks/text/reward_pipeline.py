@@ -40,10 +40,10 @@ SHORT = ("optimizer.micro_batch=64", "optimizer.lr=5e-5", "evaluation.every=0")
 
 def step(run: Callable[..., Any], kind: Any, folder: Path, *overrides: str) -> dict[str, Any]:
     """Run a job, unless its folder has a result; return its summary."""
-    done = folder / "summary.json"
-    if not done.is_file():
+    summary_file = folder / "summary.json"
+    if not summary_file.is_file():
         run(load_config(kind, None, [*KINDS, *overrides]), folder, resume=(folder / "config.yaml").is_file())
-    return json.loads(done.read_text())
+    return json.loads(summary_file.read_text())
 
 
 def pipeline(folder: Path, seed: int, options: argparse.Namespace) -> dict[str, float]:
@@ -110,8 +110,8 @@ def lead(folder: Path, other: Path, seeds: Sequence[int], policy: str) -> str:
     ends = [[load_heldout(f / str(seed) / policy / "after.npz") for seed in seeds] for f in (other, folder)]
     prompts = [prompt for end in ends[0] for prompt in end.prompts]
     before, after = (np.concatenate([end.outcome() for end in side]) for side in ends)
-    found = paired_bootstrap(before, after, prompts, generator=torch.Generator().manual_seed(0))
-    return f"{found.estimate:+.3f} ({found.low:+.3f} to {found.high:+.3f})"
+    interval = paired_bootstrap(before, after, prompts, generator=torch.Generator().manual_seed(0))
+    return f"{interval.estimate:+.3f} ({interval.low:+.3f} to {interval.high:+.3f})"
 
 
 def main() -> None:

@@ -67,8 +67,8 @@ def supervised(folder: Path, model: Path, seed: int) -> Path:
 
 def lead(one: list[np.ndarray], other: list[np.ndarray], prompts: list[str]) -> str:
     sides = np.concatenate(other), np.concatenate(one)
-    found = paired_bootstrap(*sides, prompts, generator=torch.Generator().manual_seed(0))
-    return f"{found.estimate:+.3f} ({found.low:+.3f} to {found.high:+.3f})"
+    interval = paired_bootstrap(*sides, prompts, generator=torch.Generator().manual_seed(0))
+    return f"{interval.estimate:+.3f} ({interval.low:+.3f} to {interval.high:+.3f})"
 
 
 def main() -> None:
@@ -76,19 +76,19 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--iterations", type=int, default=32)
-    given = parser.parse_args()
+    options = parser.parse_args()
     outcomes: dict[str, list[np.ndarray]] = {}
     spent: dict[str, list[float]] = {}
     prompts: list[str] = []
-    for seed in given.seeds:
-        folder = given.output.resolve() / f"seed{seed}"
+    for seed in options.seeds:
+        folder = options.output.resolve() / f"seed{seed}"
         start = weak(folder / "weak", seed)
         first = supervised(folder / "sft", start, seed)
         runs = {
-            "GRPO alone": [grpo(folder / "alone", start, seed, given.iterations)],
-            "SFT, then GRPO": [first, grpo(folder / "both", first / "model", seed, given.iterations // 2)],
+            "GRPO alone": [grpo(folder / "alone", start, seed, options.iterations)],
+            "SFT, then GRPO": [first, grpo(folder / "both", first / "model", seed, options.iterations // 2)],
             "random reward": [
-                grpo(folder / "random", "tasks-qwen3", seed, given.iterations, "rewards.terms={lot: {name: random}}")
+                grpo(folder / "random", "tasks-qwen3", seed, options.iterations, "rewards.terms={lot: {name: random}}")
             ],
         }
         for name, parts in runs.items():
@@ -99,8 +99,8 @@ def main() -> None:
             print(f"seed {seed}, {name}: {outcomes[name][-1].mean():.3f}, {spent[name][-1]:.0f} s", flush=True)
         outcomes.setdefault("SFT alone", []).append(load_heldout(first / "after.npz").outcome())
         prompts += load_heldout(first / "after.npz").prompts
-    for name, each in outcomes.items():
-        print(f"| {name} | {np.mean(each):.3f} ({', '.join(f'{part.mean():.3f}' for part in each)}) |")
+    for name, by_seed in outcomes.items():
+        print(f"| {name} | {np.mean(by_seed):.3f} ({', '.join(f'{part.mean():.3f}' for part in by_seed)}) |")
     print("GRPO alone over both:", lead(outcomes["GRPO alone"], outcomes["SFT, then GRPO"], prompts))
     print("random over its start:", lead(outcomes["random reward"], outcomes["random reward, before"], prompts))
 

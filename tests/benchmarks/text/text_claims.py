@@ -163,9 +163,9 @@ BINS = (0, 12, 20, 30, 45, 97)
 
 def train(overrides: Sequence[str], folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """(summary, metrics) of one run."""
-    config, done = load_config(TextGRPOConfig, None, [*COMMON, *overrides]), folder / "summary.json"
-    if done.is_file():
-        summary = json.loads(done.read_text())
+    config, summary_file = load_config(TextGRPOConfig, None, [*COMMON, *overrides]), folder / "summary.json"
+    if summary_file.is_file():
+        summary = json.loads(summary_file.read_text())
     else:
         summary = text_grpo.run(config, folder, resume=(folder / "config.yaml").is_file())
     return summary, read_metrics(folder / "metrics.jsonl")
@@ -185,7 +185,7 @@ def entropy(folder: Path, iterations: int, seeds: Sequence[int]) -> list[dict[st
         for seed in seeds:
             more = (f"seed={seed}", f"run.iterations={iterations}", "optimizer.updates_per_iteration=4")
             runs.append(train([*overrides, *more], folder / f"{name}_{seed}"))
-        found = [
+        by_seed = [
             {
                 "entropy at the start": log[0]["entropy"],
                 "at the end": float(np.mean([record["entropy"] for record in log[-5:]])),
@@ -194,8 +194,8 @@ def entropy(folder: Path, iterations: int, seeds: Sequence[int]) -> list[dict[st
             }
             for summary, log in runs
         ]
-        spread = {key: float(np.std([row[key] for row in found])) for key in ("at the end", "after")}
-        rows.append({"rule": name, **means(found), "sd": spread["at the end"], "sd after": spread["after"]})
+        spread = {key: float(np.std([row[key] for row in by_seed])) for key in ("at the end", "after")}
+        rows.append({"rule": name, **means(by_seed), "sd": spread["at the end"], "sd after": spread["after"]})
     return rows
 
 
@@ -204,7 +204,7 @@ def collapse(folder: Path, iterations: int, seeds: Sequence[int]) -> list[dict[s
     R = −a e^H + b foresees from the first half of a run, beside what the run reached."""
     records, rows = heldout_tasks(), []
     for name, overrides in COLLAPSE.items():
-        found: list[dict[str, float]] = []
+        by_seed: list[dict[str, float]] = []
         for seed in seeds:
             every = max(1, iterations // 10)
             more = (*LONG, f"seed={seed}", f"run.iterations={iterations}", f"evaluation.every={every}")
@@ -216,7 +216,7 @@ def collapse(folder: Path, iterations: int, seeds: Sequence[int]) -> list[dict[s
             accuracy = torch.tensor([log[i]["heldout/accuracy"] for i in at])
             fit = fit_entropy_curve(spent, accuracy, torch.arange(len(at)) < len(at) / 2)
             after = _distinct(where / "model", records, 16)
-            found.append(
+            by_seed.append(
                 {
                     "entropy, start": float(entropies[:5].mean()),
                     "half": float(spent[len(at) // 2 - 1]),
@@ -228,8 +228,8 @@ def collapse(folder: Path, iterations: int, seeds: Sequence[int]) -> list[dict[s
                     "best reached": float(accuracy.max()),
                 }
             )
-        rows.append({"rule": name, **means(found)})
-        rows[-1]["sd of the end"] = float(np.std([f["end, 16 samples"] for f in found]))
+        rows.append({"rule": name, **means(by_seed)})
+        rows[-1]["sd of the end"] = float(np.std([f["end, 16 samples"] for f in by_seed]))
     rows.append({"rule": "before", "pass@16": _distinct(None, records, 16)["solved"]})
     return rows
 
@@ -243,7 +243,7 @@ def mechanism(folder: Path, iterations: int, seeds: Sequence[int]) -> list[dict[
     """
     rows = []
     for name, overrides in MECHANISM.items():
-        found = []
+        by_seed = []
         for seed in seeds:
             more = (*SMALL, f"seed={seed}", f"run.iterations={iterations}")
             _, log = train([*overrides, *more], folder / f"{name.replace(' ', '_')}_{seed}")
@@ -255,7 +255,7 @@ def mechanism(folder: Path, iterations: int, seeds: Sequence[int]) -> list[dict[
                 key: float(np.mean([r[key] for r in log[-5:]])) for key in ("entropy", "entropy_answer", "reward_mean")
             }
             cov = {key: float(np.mean([r[f"covariance/{key}"] for r in log])) for key in ("mean", "top_2", "top_50")}
-            found.append(
+            by_seed.append(
                 {
                     "entropy, start": float(np.mean([r["entropy"] for r in log[:5]])),
                     **{f"{key}, end": value for key, value in ends.items()},
@@ -266,7 +266,7 @@ def mechanism(folder: Path, iterations: int, seeds: Sequence[int]) -> list[dict[
                     "sum of −ΔH / sum of η Cov": float(drop.sum() / foreseen.sum()),
                 }
             )
-        rows.append({"rule": name, **means(found)})
+        rows.append({"rule": name, **means(by_seed)})
     return rows
 
 
@@ -282,21 +282,21 @@ def diversity(folder: Path, iterations: int, seeds: Sequence[int], samples: int 
             more = (f"seed={seed}", f"run.iterations={iterations}", tasks, "data.size=640")
             more += ("optimizer.updates_per_iteration=2", f"run.keep_checkpoints={iterations}")
             train([*overrides, *more], folder / f"{name}_{seed}")
-            on_the_way = sorted((folder / f"{name}_{seed}" / "checkpoints").glob("step_*"))
-            curves.setdefault(name, []).append([base, *(_distinct(one, records, samples) for one in on_the_way)])
+            checkpoints = sorted((folder / f"{name}_{seed}" / "checkpoints").glob("step_*"))
+            curves.setdefault(name, []).append([base, *(_distinct(path, records, samples) for path in checkpoints)])
     reached = min(max(point["accuracy"] for point in curve) for runs in curves.values() for curve in runs)
     rows: list[dict[str, Any]] = [{"policy": "base", **base}]
     for name, runs in curves.items():
         ends = [curve[-1] for curve in runs]
         equal = [_distinct_at(curve, reached) for curve in runs]
         row = {"policy": name, **means(ends), f"distinct at accuracy {reached:.3f}": float(np.mean(equal))}
-        rows.append({**row, "of each seed": [round(each, 2) for each in equal], "curves": runs})
+        rows.append({**row, "of each seed": [round(value, 2) for value in equal], "curves": runs})
     return rows
 
 
 def _distinct_at(curve: Sequence[Mapping[str, float]], accuracy: float) -> float:
     """Distinct right answers where a run's accuracy first reaches one, between the two checkpoints around."""
-    number = next(place for place, point in enumerate(curve) if point["accuracy"] >= accuracy)
+    number = next(index for index, point in enumerate(curve) if point["accuracy"] >= accuracy)
     around = curve[max(number - 1, 0) : number + 1]
     accuracies, distinct = ([point[key] for point in around] for key in ("accuracy", "distinct right"))
     return float(np.interp(accuracy, accuracies, distinct))
@@ -310,7 +310,7 @@ def _distinct(model: Path | None, records: Sequence[Mapping[str, Any]], samples:
     policy = build_text_policy(TextModelConfig(path=path), torch.device("cpu"), 0)
     if weights is not None and checkpoint:
         missing = policy.module.load_state_dict(load_file(weights), strict=False).missing_keys
-        assert set(missing) <= {"lm_head.weight"}, missing  # tied; what is there beside are FlowRL's heads
+        assert set(missing) <= {"lm_head.weight"}, missing  # tied; further weights are FlowRL's heads
     prompts = [record["prompt"] for record in records]
     with torch.no_grad():
         rollout = policy.generate(
@@ -349,10 +349,10 @@ def ratio(folder: Path, iterations: int, seeds: Sequence[int]) -> list[dict[str,
                 stopping=StoppingCriteria(max_new_tokens=96),
             )
             log_ratio = moved.log_probs(rollout).log_prob - rollout.log_prob
-        whole = ratio_level(log_ratio, rollout.loss_mask, "sequence")[:, 0]
+        per_sequence = ratio_level(log_ratio, rollout.loss_mask, "sequence")[:, 0]
         for row, length in enumerate(rollout.loss_mask.sum(1).long().tolist()):
             tokens = log_ratio[row, :length]
-            collected.append((length, float(tokens.square().mean()), float(whole[row] ** 2)))
+            collected.append((length, float(tokens.square().mean()), float(per_sequence[row] ** 2)))
     table = np.array(collected)
     rows = []
     for low, high in itertools.pairwise(BINS):
@@ -374,12 +374,12 @@ def ratio(folder: Path, iterations: int, seeds: Sequence[int]) -> list[dict[str,
 def anchors(folder: Path, iterations: int, seeds: Sequence[int]) -> list[dict[str, Any]]:
     """PPO with and without ptx: accuracy on the kinds of problems that it trains on and on the others, and
     the loss of solutions of the others; then where PPO-KL's divergence settles."""
-    others = tuple(kind for kind in TASKS if kind not in _TRAINED)
-    records, text = heldout_tasks(tasks=_TRAINED), heldout_tasks(tasks=others)
-    given = folder / "given.jsonl"
+    other_tasks = tuple(kind for kind in TASKS if kind not in _TRAINED)
+    records, text = heldout_tasks(tasks=_TRAINED), heldout_tasks(tasks=other_tasks)
+    table = folder / "given.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
-    beside = [{"prompt": r["prompt"], "completion": r["solution"]} for r in text_tasks(1900, tasks=others)]
-    given.write_text("\n".join(map(json.dumps, beside)))
+    beside = [{"prompt": r["prompt"], "completion": r["solution"]} for r in text_tasks(1900, tasks=other_tasks)]
+    table.write_text("\n".join(map(json.dumps, beside)))
 
     def measured(model: Path | None) -> dict[str, float]:
         return {
@@ -390,14 +390,14 @@ def anchors(folder: Path, iterations: int, seeds: Sequence[int]) -> list[dict[st
 
     rows: list[dict[str, Any]] = [{"rule": "before", **measured(None)}]
     for name, overrides in ANCHORED.items():
-        found = []
+        by_seed = []
         for seed in seeds:
-            text_beside = (f"data.demonstrations={given}",) if "ptx" in name else ()
+            text_beside = (f"data.demonstrations={table}",) if "ptx" in name else ()
             more = (f"seed={seed}", f"run.iterations={iterations}", f"data.tasks=[{', '.join(_TRAINED)}]")
             train([*overrides, *_PPO, *text_beside, *more, "data.size=1900"], folder / f"{name}_{seed}")
-            found.append(measured(folder / f"{name}_{seed}" / "model"))
-        rows.append({"rule": name, **means(found)})
-        rows[-1] |= {f"sd, {k}": float(np.std([f[k] for f in found])) for k in found[0]}
+            by_seed.append(measured(folder / f"{name}_{seed}" / "model"))
+        rows.append({"rule": name, **means(by_seed)})
+        rows[-1] |= {f"sd, {k}": float(np.std([f[k] for f in by_seed])) for k in by_seed[0]}
     for target in TARGETS:
         settled, used = [], []
         for seed in seeds:
@@ -421,11 +421,11 @@ def _loss(model: Path | None, records: Sequence[Mapping[str, Any]]) -> float:
     """Nats a token of the solutions."""
     path = "tasks-qwen3" if model is None else str(model)
     policy = build_text_policy(TextModelConfig(path=path), torch.device("cpu"), 0)
-    given = [record["prompt"] for record in records], [record["solution"] for record in records]
-    rollout = demonstration_rollout(policy, *given)
+    texts = [record["prompt"] for record in records], [record["solution"] for record in records]
+    rollout = demonstration_rollout(policy, *texts)
     with torch.no_grad():
-        said = policy.log_probs(rollout).log_prob
-    return -float(said.sum() / rollout.loss_mask.sum())
+        log_prob = policy.log_probs(rollout).log_prob
+    return -float(log_prob.sum() / rollout.loss_mask.sum())
 
 
 def mixture(folder: Path, iterations: int, seeds: Sequence[int]) -> list[dict[str, Any]]:
@@ -439,14 +439,14 @@ def mixture(folder: Path, iterations: int, seeds: Sequence[int]) -> list[dict[st
         text_sft.run(load_config(TextSFTConfig, None, [*trained, *more]), start.parent)
     rows = []
     for name, overrides in MIXTURE.items():
-        found: list[dict[str, float]] = []
+        by_seed: list[dict[str, float]] = []
         for seed in seeds:
             more = (f"model.path={start}", f"seed={seed}", f"run.iterations={iterations}")
             more += (f"evaluation.every={max(1, iterations // 8)}",)
             where = folder / f"{name.replace(', ', '_').replace(' ', '_')}_{seed}"
             summary, log = train([*overrides, *more], where)
             last = log[len(log) // 2 :]
-            found.append(
+            by_seed.append(
                 {
                     "before": summary["before"]["accuracy"],
                     "after": summary["after"]["accuracy"],
@@ -457,8 +457,8 @@ def mixture(folder: Path, iterations: int, seeds: Sequence[int]) -> list[dict[st
                     "grad norm": float(np.median([r["grad_norm"] for r in last])),
                 }
             )
-        rows.append({"rule": name, **means(found)})
-        rows[-1]["sd after"] = float(np.std([f["after"] for f in found]))
+        rows.append({"rule": name, **means(by_seed)})
+        rows[-1]["sd after"] = float(np.std([f["after"] for f in by_seed]))
     rows.append({"rule": "experts changed by one iteration", "share": _rerouted(start, folder / "one")})
     return rows
 
@@ -469,20 +469,20 @@ def upcycled(folder: Path, experts: int = 8) -> Path:
     dense = build_text_policy(TextModelConfig(), torch.device("cpu"), 0)
     own = dense.model.config.to_dict()
     width, generator = own["intermediate_size"] // 2, torch.Generator().manual_seed(0)
-    kept = {k: v for k, v in own.items() if k not in ("model_type", "architectures", "transformers_version")}
+    shared = {k: v for k, v in own.items() if k not in ("model_type", "architectures", "transformers_version")}
     sizes = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": width}
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**kept, **sizes, "norm_topk_prob": True}))
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**shared, **sizes, "norm_topk_prob": True}))
     state = {k: v for k, v in dense.model.state_dict().items() if ".mlp." not in k}
-    found: dict[str, list[torch.Tensor]] = {}
+    weights: dict[str, list[torch.Tensor]] = {}
     for number, layer in enumerate(dense.model.model.layers):  # type: ignore[union-attr, arg-type]
         at, mlp = f"model.layers.{number}.mlp", cast("Any", layer).mlp
         for _ in range(experts):
             unit = torch.randperm(own["intermediate_size"], generator=generator)[:width]
             both = torch.cat((mlp.gate_proj.weight[unit], mlp.up_proj.weight[unit]))
-            found.setdefault(f"{at}.experts.gate_up_proj", []).append(both)
-            found.setdefault(f"{at}.experts.down_proj", []).append(2 * mlp.down_proj.weight[:, unit])
+            weights.setdefault(f"{at}.experts.gate_up_proj", []).append(both)
+            weights.setdefault(f"{at}.experts.down_proj", []).append(2 * mlp.down_proj.weight[:, unit])
         state[f"{at}.gate.weight"] = 0.1 * torch.randn(experts, own["hidden_size"], generator=generator)
-    model.load_state_dict({**state, **{name: torch.stack(parts) for name, parts in found.items()}})
+    model.load_state_dict({**state, **{name: torch.stack(parts) for name, parts in weights.items()}})
     model.save_pretrained(folder)
     dense.tokenizer.save_pretrained(folder)
     return folder
@@ -515,13 +515,13 @@ def compared(arms: Mapping[str, Sequence[str]]) -> Callable[..., list[dict[str, 
                         "evaluation.every=10", "evaluation.prompts_on_the_way=null"]  # fmt: skip
                 _, records = train([*overrides, *more], folder / f"{name.replace(', ', '_')}_{seed}")
                 runs.setdefault(name, []).append([r for r in records if "heldout/accuracy" in r])
-        found: dict[str, dict[str, Any]] = {name: {"rule": name} for name in arms}
+        rows: dict[str, dict[str, Any]] = {name: {"rule": name} for name in arms}
         prompts = len(heldout_tasks())
         for unit in ("samples", "tokens"):
-            budget = min(one[-1][unit] for each in runs.values() for one in each)
+            budget = min(log[-1][unit] for logs in runs.values() for log in logs)
             first: np.ndarray | None = None
-            for name, each in runs.items():
-                curves = [([r[unit] for r in one], [r["heldout/accuracy"] for r in one]) for one in each]
+            for name, logs in runs.items():
+                curves = [([r[unit] for r in log], [r["heldout/accuracy"] for r in log]) for log in logs]
                 at = np.array([np.interp(budget, *curve) for curve in curves])
                 first = at if first is None else first
                 share = float(at.mean())
@@ -529,14 +529,14 @@ def compared(arms: Mapping[str, Sequence[str]]) -> Callable[..., list[dict[str, 
                     (at.var(ddof=1) + first.var(ddof=1)) / len(at) if len(at) > 1
                     else 2 * share * (1 - share) / prompts
                 )  # fmt: skip
-                found[name] |= {
+                rows[name] |= {
                     f"at {budget / 1e3:.0f}k {unit}": share,
                     f"gain, {unit}": f"{share - first.mean():+.3f} ± {1.96 * error:.3f}",
                 }
-        for name, each in runs.items():
-            found[name]["entropy at the end"] = float(np.mean([one[-1]["entropy"] for one in each]))
-            found[name]["length at the end"] = float(np.mean([one[-1]["length_mean"] for one in each]))
-        return list(found.values())
+        for name, logs in runs.items():
+            rows[name]["entropy at the end"] = float(np.mean([log[-1]["entropy"] for log in logs]))
+            rows[name]["length at the end"] = float(np.mean([log[-1]["length_mean"] for log in logs]))
+        return list(rows.values())
 
     return run
 
@@ -575,15 +575,15 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--output", type=Path, default=None, help="a new JSON file")
     parser.add_argument("--runs", type=Path, help="keep the runs here; those that are there are not repeated")
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
-    measure, usual = CLAIMS[given.claim]
-    iterations = given.iterations or usual
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    measure, usual = CLAIMS[options.claim]
+    iterations = options.iterations or usual
     with tempfile.TemporaryDirectory() as folder:
-        rows = measure(given.runs or Path(folder), iterations, given.seeds)
-    show(f"{given.claim}: {iterations} iterations, seeds {given.seeds}", rows)
-    if given.output is not None:
-        given.output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        rows = measure(options.runs or Path(folder), iterations, options.seeds)
+    show(f"{options.claim}: {iterations} iterations, seeds {options.seeds}", rows)
+    if options.output is not None:
+        options.output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ def measure(options: argparse.Namespace, model: Path) -> dict[str, Rows]:
                 rows[side].append(row)
         for process in running.values():
             process.communicate()
-    return {side: found[options.warmup :] for side, found in rows.items()}
+    return {side: steps[options.warmup :] for side, steps in rows.items()}
 
 
 def summary(rows: Rows) -> dict[str, float]:
@@ -120,18 +120,18 @@ def heading(options: argparse.Namespace) -> str:
     """The settings and the versions."""
     size = f"random, width {options.width}, {options.layers} layers, {options.vocab} tokens"
     packages = ["visalign", "trl", "transformers", "torch"]
-    there = [name for name in packages if find_spec(name) is not None]
+    installed = [name for name in packages if find_spec(name) is not None]
     return (
         f"{EMBEDDED.name if options.width is None else size}; P = {options.prompts}, G = {options.group}, at "
         f"most {options.max_new_tokens} tokens, micro-batch {options.micro}, {options.updates} update(s), "
         f"β = {options.beta:g}, reward {options.reward}, {options.threads} thread(s), {options.rounds} steps "
-        f"each\n{', '.join(f'{name} {version(name)}' for name in there)}"
+        f"each\n{', '.join(f'{name} {version(name)}' for name in installed)}"
     )
 
 
-def table(found: Mapping[str, Rows]) -> str:
+def table(by_side: Mapping[str, Rows]) -> str:
     """A column per side, and their ratio."""
-    columns = {side: summary(rows) for side, rows in found.items()}
+    columns = {side: summary(rows) for side, rows in by_side.items()}
     ours, theirs = columns["visalign"], columns.get("TRL")
     lines = [f"{'':34}" + "".join(f"{side:>12}" for side in columns) + (f"{'ratio':>9}" if theirs else "")]
     for name, value in ours.items():
@@ -140,9 +140,9 @@ def table(found: Mapping[str, Rows]) -> str:
     return "\n".join(lines)
 
 
-def verdict(found: Mapping[str, Rows]) -> bool:
+def verdict(by_side: Mapping[str, Rows]) -> bool:
     """Print the median of the steps' ratios; whether ours is no slower and takes less memory."""
-    pairs = list(zip(found["visalign"], found["TRL"], strict=True))
+    pairs = list(zip(by_side["visalign"], by_side["TRL"], strict=True))
     seconds = median(a["seconds"] / b["seconds"] for a, b in pairs)
     per_token = median(a["seconds"] / a["tokens"] * b["tokens"] / b["seconds"] for a, b in pairs)
     memory = max(a["memory"] for a, _ in pairs) / max(b["memory"] for _, b in pairs)
@@ -198,12 +198,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     with tempfile.TemporaryDirectory() as folder:
         model = EMBEDDED if options.width is None else random_model(options, Path(folder))
-        found = measure(options, model)
+        by_side = measure(options, model)
     print(heading(options))
-    print(table(found))
-    signal = median(row["signal"] for row in found["visalign"])
+    print(table(by_side))
+    signal = median(row["signal"] for row in by_side["visalign"])
     print(f"completions with signal (visalign, median): {signal:.0%}")
-    return 0 if "TRL" not in found else int(not verdict(found))
+    return 0 if "TRL" not in by_side else int(not verdict(by_side))
 
 
 if __name__ == "__main__":

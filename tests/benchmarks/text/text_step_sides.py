@@ -86,15 +86,15 @@ class Meter:
     def report(self, **more: float) -> None:
         """Stop the clocks and send what they say."""
         wall, cpu = time.perf_counter() - self._wall, time.process_time() - self._cpu
-        found = {"seconds": wall, "cpu": cpu, "generation": self.generation, "tokens": self.tokens}
-        self.say({**found, "memory": _status("VmHWM") - self._baseline, **more})
+        measures = {"seconds": wall, "cpu": cpu, "generation": self.generation, "tokens": self.tokens}
+        self.say({**measures, "memory": _status("VmHWM") - self._baseline, **more})
 
 
 def _status(name: str) -> float:
     """Bytes: `VmRSS` now or `VmHWM` at the peak (what ru_maxrss gives, but it can be reset)."""
-    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
+    match = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match[1]) * 1024
 
 
 def records_in_order(options: argparse.Namespace) -> tuple[Records, list[int]]:
@@ -143,10 +143,10 @@ def ours(options: argparse.Namespace, meter: Meter, folder: Path) -> None:
         run=RunSettings(folder=folder, iterations=len(order), config={}),
     )  # fmt: skip
     meter.ready(prompts.encode([records[i]["prompt"] for i in order]))
-    made = 0
+    total = 0
     while meter.wait():
         record = trainer.iterate()
-        meter.tokens, made = record["tokens"] - made, record["tokens"]
+        meter.tokens, total = record["tokens"] - total, record["tokens"]
         meter.generation = record["seconds/rollout"]
         meter.report(signal=1 - record["frac_reward_zero_std"])
 
@@ -171,7 +171,7 @@ class Pace(TrainerCallback):
 
 
 def trl_settings(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """What GRPOConfig has to be told to do what our trainer does, and to write nothing."""
+    """Settings with which GRPOConfig does what our trainer does, and writes nothing."""
     completions = options.prompts * options.group
     return {
         "output_dir": str(folder), "num_generations": options.group,
@@ -206,22 +206,22 @@ def trl(options: argparse.Namespace, meter: Meter, folder: Path) -> None:
         texts = [turns[0]["content"] for turns in completions]
         return reward.score(texts, [record["prompt"] for record in chosen], chosen).value.tolist()
 
-    asked = [[{"role": "user", "content": records[i]["prompt"]}] for i in order]
+    messages = [[{"role": "user", "content": records[i]["prompt"]}] for i in order]
     trainer: Any = GRPOTrainer(
         model=model, processing_class=tokenizer, reward_funcs=judge,
         args=GRPOConfig(**trl_settings(options, folder)),
-        train_dataset=Dataset.from_dict({"prompt": asked, "index": order}),
+        train_dataset=Dataset.from_dict({"prompt": messages, "index": order}),
     )  # fmt: skip
     generate = trainer._generate
 
-    def timed(*arguments: Any, **named: Any) -> Any:
+    def timed(*arguments: Any, **keywords: Any) -> Any:
         begun = time.perf_counter()
-        found = generate(*arguments, **named)
+        outputs = generate(*arguments, **keywords)
         meter.generation += time.perf_counter() - begun
-        return found
+        return outputs
 
     def begin() -> None:
-        meter.ready(trainer._tokenize_prompts(asked)[0])
+        meter.ready(trainer._tokenize_prompts(messages)[0])
 
     trainer._generate = timed
     trainer.add_callback(Pace(meter, options.updates, begin))

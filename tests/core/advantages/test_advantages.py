@@ -64,8 +64,8 @@ def test_missing_rewards_leave_the_statistics_and_get_zero() -> None:
     for options in OPTIONS:
         result = group_advantages(reward, group, valid=valid, **options)
         valid_rows = [0, 2, 4, 5]
-        alone = group_advantages(reward[valid_rows], [group[i] for i in valid_rows], **options)
-        assert torch.equal(result[valid_rows], alone)
+        expected = group_advantages(reward[valid_rows], [group[i] for i in valid_rows], **options)
+        assert torch.equal(result[valid_rows], expected)
         assert result[[1, 3]].eq(0).all()
 
 

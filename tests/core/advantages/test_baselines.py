@@ -55,11 +55,11 @@ def test_what_all_have_in_common(name: str) -> None:
     valid = torch.tensor([True] * 8 + [False])
     valid[2] = False
     valid_rows = valid.nonzero()[:, 0]
-    alone = function(reward[valid_rows], group[valid_rows])
+    expected = function(reward[valid_rows], group[valid_rows])
     for result in (function(reward, group, valid=valid), function(reward.masked_fill(~valid, NAN), group)):
-        torch.testing.assert_close(result[valid_rows], alone, **close)
+        torch.testing.assert_close(result[valid_rows], expected, **close)
         assert result[~valid].eq(0).all()
-    assert alone[valid_rows == 5].eq(0).all(), "the only one left of its group"
+    assert expected[valid_rows == 5].eq(0).all(), "the only one left of its group"
     for dtype in (torch.float32, torch.bfloat16):
         equal = (torch.rand(20, generator=generator) * 10).repeat_interleave(12).to(dtype)
         zero = function(equal, torch.arange(20).repeat_interleave(12))
@@ -96,7 +96,7 @@ def best_of_k_credit(reward: list[float], k: int) -> list[float]:
     result = []
     for i, value in enumerate(reward):
         sets = list(itertools.combinations(reward[:i] + reward[i + 1 :], k - 1))
-        result.append(math.fsum(max(value, *others) - max(others) for others in sets) / len(sets))
+        result.append(math.fsum(max(value, *rest) - max(rest) for rest in sets) / len(sets))
     return result
 
 
@@ -142,10 +142,10 @@ def test_best_of_group() -> None:
 
 
 def test_decoupled_by_hand() -> None:
-    """Samples 0, 2 and 4 of "a" are actions taken: the mean is that of the two whose reward is there."""
+    """Samples 0, 2 and 4 of "a" are actions taken: the mean is of the two that have a reward."""
     reward, group = vector(1, 5, 3, 0, NAN, 7), ["a", "a", "a", "a", "a", "b"]
-    taken = vector(NAN, 3, NAN, -2, NAN, NAN)
-    torch.testing.assert_close(decoupled_advantages(reward, group), taken, equal_nan=True)
+    expected = vector(NAN, 3, NAN, -2, NAN, NAN)
+    torch.testing.assert_close(decoupled_advantages(reward, group), expected, equal_nan=True)
     plain = vector(NAN, 5, NAN, 0, NAN, NAN)
     torch.testing.assert_close(decoupled_advantages(reward, group, baseline="none"), plain, equal_nan=True)
     assert decoupled_advantages(vector(NAN, 2), [0, 0])[1] == 0, "no action taken has an approval"
@@ -153,7 +153,7 @@ def test_decoupled_by_hand() -> None:
 
 @pytest.mark.parametrize(("name", "follows"), [("da_pg", "approval"), ("grpo", "tampering")])
 def test_decoupled_approval_does_not_learn_to_tamper(name: str, follows: str) -> None:
-    """Answer 1 is worth less, and each time it is the action taken all approvals of that prompt rise by 4.
+    """Answer 1 is worth less; whenever it is the action taken, all approvals of that prompt rise by 4.
 
     Exact expectation over all pairs (action taken, query). By DA-PG the gradient is that of the approval; where the
     approval of the action taken is learnt from, it is that of the approval with the rise.
@@ -171,6 +171,6 @@ def test_decoupled_approval_does_not_learn_to_tamper(name: str, follows: str) ->
         loss = -(log_prob.exp().detach() * (approval + rise) * log_prob).sum()
     worth = approval if follows == "approval" else approval + rise
     (expected,) = torch.autograd.grad(-(log_prob.exp() * worth).sum(), logits, retain_graph=True)
-    (found,) = torch.autograd.grad(loss, logits)
-    torch.testing.assert_close(found, expected)
-    assert (found[1] > 0) == (name == "da_pg"), "answer 1 becomes less likely by DA-PG alone"
+    (gradient,) = torch.autograd.grad(loss, logits)
+    torch.testing.assert_close(gradient, expected)
+    assert (gradient[1] > 0) == (name == "da_pg"), "answer 1 becomes less likely by DA-PG alone"

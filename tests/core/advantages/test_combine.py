@@ -34,8 +34,8 @@ def test_missing_is_never_a_reward_of_zero() -> None:
     advantages = group_advantages(weighted_sum(rewards, [1.0, 1.0]), [0, 0, 0], scale="none")
     assert torch.equal(advantages, torch.tensor([-1.0, 1.0, 0.0]))
     decoupled = normalise_then_sum(rewards, [1.0, 1.0], [0, 0, 0])
-    alone = normalise_then_sum(rewards[:2], [1.0, 1.0], [0, 0])
-    assert torch.equal(decoupled[:2], alone) and decoupled[2].isnan()
+    expected = normalise_then_sum(rewards[:2], [1.0, 1.0], [0, 0])
+    assert torch.equal(decoupled[:2], expected) and decoupled[2].isnan()
 
 
 def test_normalise_then_sum_is_the_weighted_sum_of_advantages() -> None:

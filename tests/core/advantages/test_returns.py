@@ -140,9 +140,9 @@ def test_the_optimal_token_baseline_has_the_least_variance() -> None:
     share = log_p.detach().exp()
     best = (share * squares * reward).sum() / (share * squares).sum()
     draws = torch.repeat_interleave(torch.arange(3), (share * 20_000).round().int())
-    one = torch.ones(len(draws), 1).double()
-    inputs = reward[draws][:, None], one, [0] * len(draws), log_p.detach()[draws][:, None]
-    gain = optimal_token_baseline(*inputs, share.square().sum() * one)
+    ones = torch.ones(len(draws), 1).double()
+    inputs = reward[draws][:, None], ones, [0] * len(draws), log_p.detach()[draws][:, None]
+    gain = optimal_token_baseline(*inputs, share.square().sum() * ones)
     torch.testing.assert_close(reward[draws] - gain[:, 0], best.expand(len(draws)), rtol=1e-4, atol=0)
 
 

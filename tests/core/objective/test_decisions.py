@@ -131,7 +131,7 @@ def test_loss_weights_multiply_the_policys_loss_and_no_denominator() -> None:
     assert bool(torch.isfinite(gradient).all()) and bool((gradient[~inside] == 0).all())
     window = torch.zeros(8, 6, dtype=torch.float64)
     window[:, :2] = 1
-    told = explain(objective, replace(trajectories, loss_weight=window), policy)
-    assert told.counts["left out"] == int(inside[:, 2:].sum()) and told.counts["clipped"] < 10
+    explanation = explain(objective, replace(trajectories, loss_weight=window), policy)
+    assert explanation.counts["left out"] == int(inside[:, 2:].sum()) and explanation.counts["clipped"] < 10
     with pytest.raises(ValueError, match="loss_weight is not finite"):
         objective.prepare(replace(trajectories, loss_weight=torch.full((8, 6), float("nan"))))

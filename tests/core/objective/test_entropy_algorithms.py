@@ -38,16 +38,16 @@ def golden(name: str) -> dict[str, Any]:
     return case
 
 
-def with_advantages(advantage: Tensor, **held: Tensor) -> Trajectories:
+def with_advantages(advantage: Tensor, **columns: Tensor) -> Trajectories:
     """Samples whose group advantage, without a scale, is given: each has a partner without tokens."""
-    size, wide = len(advantage), next(v for v in held.values() if v.ndim == 2)
-    partners = {name: torch.cat([value, torch.zeros_like(value)]) for name, value in held.items()}
+    size, wide = len(advantage), next(v for v in columns.values() if v.ndim == 2)
+    partners = {name: torch.cat([value, torch.zeros_like(value)]) for name, value in columns.items()}
     full = {"weight": torch.ones_like(wide).double(), "old_log_prob": -torch.ones_like(wide).double()}
     full["weight"] = torch.cat([full["weight"], 0 * full["weight"]])
     full["old_log_prob"] = torch.cat([full["old_log_prob"]] * 2)
     reward = torch.cat([2 * advantage, torch.zeros_like(advantage)])
-    given: dict[str, Any] = {**full, **partners}
-    return Trajectories(group=[*range(size)] * 2, reward=reward, **given)
+    fields: dict[str, Any] = {**full, **partners}
+    return Trajectories(group=[*range(size)] * 2, reward=reward, **fields)
 
 
 def prepared(name: str, t: Trajectories, **options: Any) -> Tensor:
@@ -64,8 +64,8 @@ def test_empg_is_the_golden_case_where_each_token_is_a_step_and_where_a_step_has
     t = with_advantages(advantage, entropy=entropy, step=step)
     torch.testing.assert_close(prepared("empg", t), expected, rtol=1e-6, atol=1e-8)
     twice = [torch.stack([x, x], 2).flatten(1) for x in (entropy, step)]
-    apart = torch.tensor([0.1, -0.1]).repeat(entropy.shape[1])  # the mean of a step counts
-    t = with_advantages(advantage, entropy=twice[0] + apart, step=twice[1])
+    deviation = torch.tensor([0.1, -0.1]).repeat(entropy.shape[1])  # the mean of a step counts
+    t = with_advantages(advantage, entropy=twice[0] + deviation, step=twice[1])
     torch.testing.assert_close(prepared("empg", t)[:, ::2], expected, rtol=1e-6, atol=1e-8)
     assert bool((prepared("empg", t)[:, ::2] == prepared("empg", t)[:, 1::2]).all())
 
@@ -74,28 +74,28 @@ def test_low_perplexity_and_late_tokens_count_more() -> None:
     log_prob = -f64(0.2, 0.4, 0.6)[:, None].expand(3, 2)
     t = with_advantages(f64(1, 1, -1), old_log_prob=log_prob)
     reward = f64(3, 3, -3, -3, NAN, -1)  # of one group: mean 0, the fifth has none
-    t.old_log_prob[3:] = -100.0  # of nobody's tokens
-    one = replace(t, group=[0] * 6, reward=reward / 3)
+    t.old_log_prob[3:] = -100.0  # of absent tokens
+    one_group = replace(t, group=[0] * 6, reward=reward / 3)
     row = named_objective("perplexity", advantage_options={"scale": "none"})
-    plain = named_objective("grpo", kl=0.0, advantage_options={"scale": "none"}).prepare(one).advantage
-    assert_values(row.prepare(one).advantage[:3, 0] / plain[:3, 0], 1.1, 1.0, 0.9)
+    plain = named_objective("grpo", kl=0.0, advantage_options={"scale": "none"}).prepare(one_group).advantage
+    assert_values(row.prepare(one_group).advantage[:3, 0] / plain[:3, 0], 1.1, 1.0, 0.9)
     row = named_objective("perplexity", advantage_options={"scale": "none", "alpha": 20.0})
-    assert_values(row.prepare(one).advantage[:3, 1] / plain[:3, 1], 21, 1, 0)  # no sign turns
+    assert_values(row.prepare(one_group).advantage[:3, 1] / plain[:3, 1], 21, 1, 0)  # no sign turns
     assert_values(prepared("perplexity", t)[:, 0], 1.0, 1.0, -1.0)  # alone in its group
     low, high = 1 / (1 + f64(-0.5).exp()), 1 / (1 + f64(-1.0).exp())
-    found = prepared("position", t)
-    torch.testing.assert_close(found[0], torch.cat([1 + 0.1 * low, 1 + 0.1 * high]))
-    torch.testing.assert_close(found[2], -found[0])
+    advantage = prepared("position", t)
+    torch.testing.assert_close(advantage[0], torch.cat([1 + 0.1 * low, 1 + 0.1 * high]))
+    torch.testing.assert_close(advantage[2], -advantage[0])
 
 
 def test_unsure_tokens_count_more_by_aepo_and_its_clip_keeps_the_gradient() -> None:
     entropy = f64(0.1, 0.2, 0.3, 0.4, 9.0, NAN).view(2, 3)
     t = with_advantages(f64(2, -1), entropy=entropy)
-    t.weight[1, 1] = 0  # the 9 nats are of no token, and one token's entropy is not known
+    t.weight[1, 1] = 0  # the 9 nats belong to no token, and one token's entropy is unknown
     away = (f64(0.1, 0.2, 0.3, 0.4) - 0.25) / f64(0.1, 0.2, 0.3, 0.4).std(correction=0)
-    found = prepared("aepo", t)
-    torch.testing.assert_close(found[0], 2 * (1 + 0.2 * away[:3]))
-    assert_values(found[1], -(1 + 0.2 * float(away[3])), 0.0, -1.0)
+    advantage = prepared("aepo", t)
+    torch.testing.assert_close(advantage[0], 2 * (1 + 0.2 * away[:3]))
+    assert_values(advantage[1], -(1 + 0.2 * float(away[3])), 0.0, -1.0)
     missing = replace(t, valid=torch.tensor([True, False, True, False]))  # nor do its entropies count
     torch.testing.assert_close(prepared("aepo", missing)[0], 2 * (1 + 0.2 * 1.5**0.5 * f64(-1, 0, 1)))
     alike = replace(t, entropy=torch.full((4, 3), 0.3).double())
@@ -167,8 +167,8 @@ def test_epo_draws_a_completion_back_into_the_band_of_the_past() -> None:
     assert_values(below[None].detach(), -c * ((1.5 - 0.1 * 0.1) + (1.0 - 0.1 * 0.6)) / 2)
     first = row.loss(row.prepare(replace(t, entropy_before=None)), policy).terms["entropy"]
     assert_values(first[None].detach(), -c * 2.5 / 2)
-    kept = entropy_memory(row, t, [])
-    assert kept == [pytest.approx(6 / 5), 1.0]
+    memory = entropy_memory(row, t, [])
+    assert memory == [pytest.approx(6 / 5), 1.0]
     assert entropy_memory(row, t, [0.3, 2.0]) == [pytest.approx((0.3 * 2 + 1.2) / 3), 3.0]
     with pytest.raises(ValueError, match=r"low must be ≤ high; got 2\.0 and 1\.2 .*'epo'"):
         named_objective("epo", entropy_term_options={"low": 2.0})
@@ -187,10 +187,10 @@ def test_tea_is_the_golden_case() -> None:
     assert_values(row.loss(row.prepare(t), policy).terms["entropy"][None], -0.05 * 0.75)
 
 
-def chosen(name: str, advantage: Tensor, **held: Any) -> tuple[Objective, Trajectories]:
+def chosen(name: str, advantage: Tensor, **columns: Any) -> tuple[Objective, Trajectories]:
     """A row on given advantages [B, T]."""
     one = torch.ones_like(advantage)
-    t = Trajectories(**{"weight": one, "old_log_prob": -one, "group": range(len(one)), **held}, advantage=advantage)
+    t = Trajectories(**{"weight": one, "old_log_prob": -one, "group": range(len(one)), **columns}, advantage=advantage)
     return named_objective(name, advantage="given", kl=0.0), t
 
 
@@ -198,13 +198,13 @@ def test_clip_v_drops_the_tokens_of_the_golden_case() -> None:
     case = golden("clip_v_entropy_dynamics_s0")
     log_p = torch.tensor(case["inputs"]["logits"]).double().log_softmax(-1)
     ids, advantage = torch.tensor(case["inputs"]["ids"]), torch.tensor(case["inputs"]["advantages"]).double()
-    found = discriminator_scores(log_p)
+    scores = discriminator_scores(log_p)
     row, t = chosen(
         "clip_v",
         advantage[None],
         old_log_prob=log_p.gather(-1, ids[:, None]).T,
-        entropy=found.entropy[None],
-        expected_score=found.expected[None],
+        entropy=scores.entropy[None],
+        expected_score=scores.expected[None],
     )
     options = {key: case["params"][key] for key in ("mu", "max_fraction")}
     drop = replace(row, selection_options=options).prepare(t).weight == 0
@@ -215,8 +215,8 @@ def test_clip_v_drops_the_tokens_of_the_golden_case() -> None:
 def test_steer_and_entrocraft_are_their_golden_cases() -> None:
     case = golden("steer_worked")
     names = {"old_log_prob": "old_log_prob", "entropy": "entropy", "weight": "mask"}
-    held = {name: torch.tensor(case["inputs"][key]).double() for name, key in names.items()}
-    row, t = chosen("steer", torch.tensor(case["inputs"]["advantages"]).double(), **held)
+    columns = {name: torch.tensor(case["inputs"][key]).double() for name, key in names.items()}
+    row, t = chosen("steer", torch.tensor(case["inputs"]["advantages"]).double(), **columns)
     weights = row.prepare(t).loss_weight
     assert weights is not None
     assert_values(weights[0], *case["outputs"]["weight_linear"][0])
@@ -225,16 +225,16 @@ def test_steer_and_entrocraft_are_their_golden_cases() -> None:
         advantage = torch.tensor(case["inputs"]["advantages"]).double()[:, None].expand(-1, 2)
         entropy = case["inputs"]["entropy"] + torch.tensor([-0.2, 0.2]).double().expand_as(advantage)
         row, t = chosen("entrocraft", advantage, entropy=entropy)
-        made = row.prepare(t)
-        assert (made.weight[:, 0] != 0).tolist() == [bool(k) for k in case["outputs"]["keep"]]
-        assert float(made.counts.sequences) == sum(case["outputs"]["keep"])
+        prepared_row = row.prepare(t)
+        assert (prepared_row.weight[:, 0] != 0).tolist() == [bool(k) for k in case["outputs"]["keep"]]
+        assert float(prepared_row.counts.sequences) == sum(case["outputs"]["keep"])
 
 
 def test_entrocrafts_band_moves_and_may_leave_nothing() -> None:
     advantage = f64(1, 1, -1)[:, None].expand(3, 2)
     row, t = chosen("entrocraft", advantage, entropy=torch.full((3, 2), 0.45).double())
-    kept = [(row.prepare(replace(t, iteration=i)).weight[:, 0] != 0).tolist() for i in (0, 49, 51, 200, 900)]
-    assert kept[:2] == [[False, False, True]] * 2 and kept[2:] == [[True] * 3] * 3
+    live = [(row.prepare(replace(t, iteration=i)).weight[:, 0] != 0).tolist() for i in (0, 49, 51, 200, 900)]
+    assert live[:2] == [[False, False, True]] * 2 and live[2:] == [[True] * 3] * 3
     none = row.prepare(replace(t, advantage=advantage.abs()))
     assert not bool(none.weight.any()) and float(none.counts.sequences) == 0
     with pytest.raises(ValueError, match=r"over must be a whole number in \[1, inf\); got 0"):
@@ -249,11 +249,11 @@ def test_pear_takes_the_entropy_of_thinking_off_a_right_answer() -> None:
     step[2] = 0
     weight = torch.tensor([[1.0, 1, 1, 0]] * 5).double()
     reward = f64(1, 1, 1, 0.25, 2)
-    found = phase_entropy_reward(reward, entropy, step, weight)
-    assert_values(found, 0.5, 1, 0.2, 0.25, 1)
+    shaped = phase_entropy_reward(reward, entropy, step, weight)
+    assert_values(shaped, 0.5, 1, 0.2, 0.25, 1)
     t = Trajectories(weight=weight, old_log_prob=-weight, group=[0] * 5, reward=reward, entropy=entropy, step=step)
     row = named_objective("pear", advantage_options={"scale": "none"})
-    assert_values(row.prepare(t).advantage[:, 0], *(found - found.mean()).tolist())
+    assert_values(row.prepare(t).advantage[:, 0], *(shaped - shaped.mean()).tolist())
     halved = named_objective("pear", advantage_options={"scale": "none", "alpha": 0.0}).prepare(t).advantage
     assert float(halved[0, 0] - halved[1, 0]) == pytest.approx(-0.5)
 
@@ -262,15 +262,15 @@ def test_ares_by_hand() -> None:
     """Easy, target 10 and 14 windows: d − m = 2.5, Huber over κ = 2 is 1.5, 0.5 · 1.5/(1.5 + 2)."""
     right = torch.tensor([True] * 6 + [False] * 3)
     hard, count = torch.tensor([0, 0, 1, 2, 2, 1, 0, 1, 2]), f64(14, 11.5, 5, 10, 2, 10, 10, 30, 8)
-    found = difficulty_entropy_reward(count, torch.full((9,), 10.0).double(), right, hard)
-    assert_values(found[:3], -0.2142857142857143, 0, -0.5 * (2.5**2 / 6) / 5.5)
-    assert_values(found[3:6], 0.6 / (1 + math.exp(-3.5 / 3)), -0.5 * 0.6 * (4.5 - 2) / 7.5, 0)
-    assert_values(found[6:], 0, 0.4 * (2 / (1 + math.exp(-17.5 / 2.5)) - 1), 0)
+    shaped = difficulty_entropy_reward(count, torch.full((9,), 10.0).double(), right, hard)
+    assert_values(shaped[:3], -0.2142857142857143, 0, -0.5 * (2.5**2 / 6) / 5.5)
+    assert_values(shaped[3:6], 0.6 / (1 + math.exp(-3.5 / 3)), -0.5 * 0.6 * (4.5 - 2) / 7.5, 0)
+    assert_values(shaped[6:], 0, 0.4 * (2 / (1 + math.exp(-17.5 / 2.5)) - 1), 0)
     assert difficulty_of(f64(1, 2 / 3, 0.5, 1 / 3, 0.3)).tolist() == [0, 0, 1, 1, 2]
     entropy = torch.tensor([[1.0, NAN, 3, 5, 7], [1, 2, NAN, NAN, NAN]]).double()
     weight = torch.tensor([[1, 0, 1, 1, 1], [1, 1, 0, 0, 0]])
-    means, there = window_entropy(entropy, weight, window=3)
-    assert means[0, :2].tolist() == [3, 5] and there.tolist() == [[True, True, False, False, False], [False] * 5]
+    means, complete = window_entropy(entropy, weight, window=3)
+    assert means[0, :2].tolist() == [3, 5] and complete.tolist() == [[True, True, False, False, False], [False] * 5]
 
 
 def test_ares_compares_completions_of_one_difficulty_and_keeps_its_threshold() -> None:
@@ -309,8 +309,8 @@ def test_the_rest_of_the_rows_are_their_golden_cases() -> None:
         score, advantage = (torch.tensor(case["inputs"][key]).double()[None] for key in ("S", "advantages"))
         # with log p = −1, S = e⁻¹ (H − 1)
         row, t = chosen("clip_b", advantage, entropy=score * math.e + 1)
-        kept = replace(row, selection_options={"mu": case["params"]["mu"]}).prepare(t).weight[0] != 0
-        assert kept.tolist() == [bool(k) for k in case["outputs"]["keep"]]
+        live = replace(row, selection_options={"mu": case["params"]["mu"]}).prepare(t).weight[0] != 0
+        assert live.tolist() == [bool(k) for k in case["outputs"]["keep"]]
     case = golden("aepo_clip_s0")
     new, old, advantage = (
         torch.tensor(case["inputs"][key]).double() for key in ("log_prob", "old_log_prob", "advantages")

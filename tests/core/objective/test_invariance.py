@@ -21,7 +21,7 @@ Share = Callable[[Tensor, Prepared], Tensor]
 
 
 class _OwnLoss:
-    """A user's loss: −A log π per decision, averaged in a way of its own."""
+    """A user's loss: −A log π per decision, averaged in its own way."""
 
     def __init__(self, share: Share) -> None:
         self._objective = Objective(surrogate="reinforce", aggregation="token_mean")
@@ -121,21 +121,21 @@ def _simple(reward: list[float], ratio: list[list[float]]) -> tuple[Trajectories
 def test_explain_counts_each_decision_once_under_its_cause() -> None:
     moved = [[1.0, 1.5, 0.5], [1.0, 0.5, 9.0], [1.0, 1.1, 1.0], [1.0, 1.0, 1.0]]
     trajectories, policy = _simple([1.0, 0.0, 5.0, 5.0], moved)
-    told = explain(named_objective("grpo", kl=0.0), trajectories, policy)
-    assert told.counts == {**dict.fromkeys(CAUSES, 0), "absent": 1, "no signal": 6, "clipped": 2, "live": 3}
+    explanation = explain(named_objective("grpo", kl=0.0), trajectories, policy)
+    assert explanation.counts == {**dict.fromkeys(CAUSES, 0), "absent": 1, "no signal": 6, "clipped": 2, "live": 3}
     names = list(CAUSES)
-    assert [names[i] for i in told.cause[0]] == ["live", "clipped", "live"]  # A > 0: above 1.2 is clipped
-    assert [names[i] for i in told.cause[1]] == ["live", "clipped", "absent"]  # A < 0: below 0.8 is
-    assert "27.3% of 11 present decisions carry gradient" in told.conclusion
-    assert "clipped" in str(told) and "loss: policy" in str(told)
+    assert [names[i] for i in explanation.cause[0]] == ["live", "clipped", "live"]  # A > 0: above 1.2 is clipped
+    assert [names[i] for i in explanation.cause[1]] == ["live", "clipped", "absent"]  # A < 0: below 0.8 is
+    assert "27.3% of 11 present decisions carry gradient" in explanation.conclusion
+    assert "clipped" in str(explanation) and "loss: policy" in str(explanation)
 
 
 def test_explain_says_why_a_loss_is_zero() -> None:
     even = [[1.0] * 3] * 4
     trajectories, policy = _simple([2.0, 2.0, 5.0, 5.0], even)
     for name in ("grpo", "dapo"):
-        told = explain(named_objective(name, kl=0.0), trajectories, policy)
-        assert "gradient is zero: 11 of 11 present decisions are 'no signal'" in told.conclusion
+        explanation = explain(named_objective(name, kl=0.0), trajectories, policy)
+        assert "gradient is zero: 11 of 11 present decisions are 'no signal'" in explanation.conclusion
     pulled = replace(trajectories, ref_log_prob=trajectories.old_log_prob - 1.0)
     assert "The KL term still pulls" in explain(named_objective("grpo"), pulled, policy).conclusion
     failed = replace(trajectories, valid=torch.zeros(4, dtype=torch.bool))

@@ -98,8 +98,8 @@ def test_ppo_is_policy_value_entropy_and_ptx() -> None:
     squares = []
     for i, t in inside:
         new, old, target = (float(v[i, t]) for v in (policy.value, trajectories.value, prepared.returns))
-        held = min(max(new, old - 0.2), old + 0.2)
-        squares.append(max((new - target) ** 2, (held - target) ** 2) / 2)
+        clipped = min(max(new, old - 0.2), old + 0.2)
+        squares.append(max((new - target) ** 2, (clipped - target) ** 2) / 2)
     assert float(loss.terms["value"]) == pytest.approx(0.7 * sum(squares) / len(squares), rel=1e-10)
     assert float(loss.terms["ptx"]) == pytest.approx(-27.8 * float(policy.ptx_log_prob.mean()), rel=1e-10)
 
@@ -132,14 +132,14 @@ def test_a_sample_that_is_not_valid_has_no_say_in_the_others_of_its_group() -> N
     t, _ = step(13)
     valid = torch.ones(len(t.weight), dtype=torch.bool)
     valid[2] = False
-    found = []
+    advantages = []
     for factor in (1.0, 20.0):
         assert t.entropy is not None
         entropy = t.entropy.clone()
         entropy[2] *= factor
         objective = Objective(advantage="aem", surrogate_options=CLIP)
-        found.append(objective.prepare(replace(t, entropy=entropy, valid=valid)).advantage[[3, 5]])
-    assert torch.equal(*found) and found[0].abs().sum() > 0
+        advantages.append(objective.prepare(replace(t, entropy=entropy, valid=valid)).advantage[[3, 5]])
+    assert torch.equal(*advantages) and advantages[0].abs().sum() > 0
 
 
 def test_corrections_and_masks_act_on_single_decisions() -> None:
@@ -184,18 +184,18 @@ def test_top_entropy_counts_all_tokens_as_the_paper_does_or_those_it_keeps() -> 
     paper = row.loss(row.prepare(trajectories), policy)
     plain = replace(row, selection=None, selection_options={})
     base = plain.prepare(trajectories)
-    whole = plain.loss(base, policy)
+    plain_loss = plain.loss(base, policy)
     assert trajectories.entropy is not None
     present = base.weight != 0
     keep = present & (trajectories.entropy >= trajectories.entropy[present].median())
     assert 0.4 < float(keep.sum() / present.sum()) < 0.6
-    total = whole.decisions["policy"][keep].sum()
+    total = plain_loss.decisions["policy"][keep].sum()
     torch.testing.assert_close(paper.terms["policy"], total / present.sum())
-    torch.testing.assert_close(paper.terms["kl"], whole.terms["kl"])
-    kept = replace(row, selection_options={"fraction": 0.5, "denominator": "kept"})
-    loss = kept.loss(kept.prepare(trajectories), policy)
+    torch.testing.assert_close(paper.terms["kl"], plain_loss.terms["kl"])
+    kept_row = replace(row, selection_options={"fraction": 0.5, "denominator": "kept"})
+    loss = kept_row.loss(kept_row.prepare(trajectories), policy)
     torch.testing.assert_close(loss.terms["policy"], total / keep.sum())
-    torch.testing.assert_close(loss.terms["kl"], whole.decisions["kl"][keep].mean())
+    torch.testing.assert_close(loss.terms["kl"], plain_loss.decisions["kl"][keep].mean())
     with pytest.raises(ValueError, match="denominator must be one of all, kept; got 'some'"):
         replace(row, selection_options={"denominator": "some"})
 
@@ -275,5 +275,5 @@ def test_a_masked_completion_keeps_its_reward_in_its_group(beta: float) -> None:
         group=[0, 0, 0, 0],
         reward=torch.tensor([1.0, 1.0, 0.0, 0.0]),
     )
-    found = named_objective("rloo", kl_in_reward=beta).prepare(trajectories).advantage[:, 0]
-    assert found[[0, 2, 3]].tolist() == pytest.approx([2 / 3, -2 / 3, -2 / 3])
+    advantages = named_objective("rloo", kl_in_reward=beta).prepare(trajectories).advantage[:, 0]
+    assert advantages[[0, 2, 3]].tolist() == pytest.approx([2 / 3, -2 / 3, -2 / 3])

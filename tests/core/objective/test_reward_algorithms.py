@@ -20,11 +20,11 @@ from visalign.core.objective.reward_stage import riskpo_quantiles
 NAN = float("nan")
 
 
-def samples(reward: torch.Tensor, **held: Any) -> Trajectories:
+def samples(reward: torch.Tensor, **columns: Any) -> Trajectories:
     """One sample of two decisions for each reward."""
     wide = torch.ones(len(reward), 2, dtype=torch.float64)
-    held.setdefault("group", [0] * len(reward))
-    return Trajectories(weight=wide, old_log_prob=-wide, reward=reward, **held)
+    columns.setdefault("group", [0] * len(reward))
+    return Trajectories(weight=wide, old_log_prob=-wide, reward=reward, **columns)
 
 
 def tracked(row: Objective, t: Trajectories) -> torch.Tensor:
@@ -42,31 +42,31 @@ def test_riskpo_is_the_golden_case_over_its_std_and_tracks_its_quantiles() -> No
         bundle = torch.arange(len(score)).repeat(5)
         t = samples((score / 5).repeat(5), bundle=bundle, quantiles=(down, up))
         row = named_objective("riskpo")
-        found = row.prepare(t).advantage[:, 0]
+        advantages = row.prepare(t).advantage[:, 0]
         expected = torch.tensor(case["outputs"]["mixed"]).double() / (score.std() + 1e-6)
-        torch.testing.assert_close(found, expected.repeat(5), rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(advantages, expected.repeat(5), rtol=1e-6, atol=1e-8)
         assert_values(tracked(row, t), *[case["outputs"][f"q_{x}_next"] for x in ("down", "up")])
 
 
 def test_canon_copo_and_prl_are_their_golden_cases() -> None:
-    """Three samples of different rewards have the entropy ln 3, of which a ρ makes COPO's weight w."""
+    """Three samples of different rewards have the entropy ln 3, from which a ρ gives COPO's weight w."""
     for name in ("canon_worked_alpha", "canon_mu0.7_al0.8_low_s0", "canon_mu1_al1_high_s1"):
         case = golden(name)
         reward, metric = (torch.tensor(case["inputs"][key]).double() for key in ("rewards", "metric"))
         t = samples(reward, metric=metric)
-        named = {key.removeprefix("alpha_"): value for key, value in case["params"].items()}
-        found = named_objective("canon", advantage_options=named).prepare(t).advantage[:, 0]
-        assert_values(found, *case["outputs"]["advantages"])
+        canon_options = {key.removeprefix("alpha_"): value for key, value in case["params"].items()}
+        advantages = named_objective("canon", advantage_options=canon_options).prepare(t).advantage[:, 0]
+        assert_values(advantages, *case["outputs"]["advantages"])
     case, w = golden("copo_blend_s0"), 0.4
-    reward, local = (torch.tensor(held).double() for held in (case["inputs"]["rewards"], case["outputs"]["local"]))
+    reward, local = (torch.tensor(values).double() for values in (case["inputs"]["rewards"], case["outputs"]["local"]))
     between = torch.tensor(case["outputs"]["global_"]).double()[:, None]
     options = {"rho": math.log(3) - math.log(w / (1 - w)) / 20}
     t = samples(reward.flatten(), group=torch.arange(4).repeat_interleave(3).tolist())
     labels = torch.arange(12)
     for answer, more in ((None, {}), (labels, {}), (labels // 3, {"consistency": "rewards"})):
         row = named_objective("copo", advantage_options=options | more)
-        found = row.prepare(replace(t, answer=answer)).advantage[:, 0]
-        assert_values(found, *(w * local + (1 - w) * between).flatten().tolist())
+        advantages = row.prepare(replace(t, answer=answer)).advantage[:, 0]
+        assert_values(advantages, *(w * local + (1 - w) * between).flatten().tolist())
     agree = named_objective("copo", advantage_options=options).prepare(replace(t, answer=labels // 3))
     assert_values(agree.advantage[:, 0], *between.expand(4, 3).flatten().tolist())  # w is 2e-10
     for name in ("prl_worked", "prl_block1_s0", "prl_block3_s1"):
@@ -81,17 +81,17 @@ def test_canon_copo_and_prl_are_their_golden_cases() -> None:
 def test_flowrl_is_the_golden_case_with_the_weight_that_the_paper_clips() -> None:
     for name in ("flowrl_s0", "flowrl_s1", "flowrl_s2"):
         case = golden(name)
-        held = {key: torch.tensor(value).double() for key, value in case["inputs"].items()}
+        inputs = {key: torch.tensor(value).double() for key, value in case["inputs"].items()}
         t = Trajectories(
-            weight=held["mask"],
-            old_log_prob=held["old_log_prob"],
-            ref_log_prob=held["ref_log_prob"],
-            advantage=held["reward"],
-            group=[*range(len(held["reward"]))],
+            weight=inputs["mask"],
+            old_log_prob=inputs["old_log_prob"],
+            ref_log_prob=inputs["ref_log_prob"],
+            advantage=inputs["reward"],
+            group=[*range(len(inputs["reward"]))],
         )
         row = named_objective("flowrl", advantage="given", advantage_options={})
-        new = held["log_prob"].requires_grad_()
-        loss = row.loss(row.prepare(t), PolicyOutput(log_prob=new, log_z=held["log_z"])).total
+        new = inputs["log_prob"].requires_grad_()
+        loss = row.loss(row.prepare(t), PolicyOutput(log_prob=new, log_z=inputs["log_z"])).total
         expected = case["outputs_paper"]
         assert_values(loss[None], expected["loss"])
         (gradient,) = torch.autograd.grad(loss, new)
@@ -130,11 +130,11 @@ def test_riskpo_divides_by_the_std_of_the_bundles_of_the_same_prompts() -> None:
     group = ["a", "b", "a", "b", "c", "d", "c", "d", "e", "f", "f"]
     bundle = torch.tensor([0, 0, 1, 1, 20, 20, 21, 21, 40, 60, 61])
     t = samples(f64(0, 0, 2, 2, 0, 1, 1, 2, 0, 1, 1), bundle=bundle, group=group, quantiles=(5.0, 6.0))
-    found = named_objective("riskpo", advantage_options={"bundle": 2}).prepare(t).advantage[:, 0]
+    advantages = named_objective("riskpo", advantage_options={"bundle": 2}).prepare(t).advantage[:, 0]
     raw = [(1.5 * -(5 - s) / 0.2 - 1 / 0.6) / 2.5 for s in (0, 4, 1, 3, 0)]
     first, second = 8**0.5 + 1e-6, 2**0.5 + 1e-6
     expected = [raw[0] / first] * 2 + [raw[1] / first] * 2 + [raw[2] / second] * 2 + [raw[3] / second] * 2
-    assert_values(found, *expected, raw[4] / (1 + 1e-6), 0, 0)
+    assert_values(advantages, *expected, raw[4] / (1 + 1e-6), 0, 0)
 
 
 def test_par_is_the_golden_case_before_the_group_and_takes_the_kl_off_what_it_shaped() -> None:
@@ -159,9 +159,9 @@ def test_par_is_the_golden_case_before_the_group_and_takes_the_kl_off_what_it_sh
 def test_likelihoods_are_compared_with_the_others_and_jepo_takes_what_each_adds() -> None:
     """By hand from ℓ = −1, −2, −3 (arXiv 2602.03979); the judge's reward plays no part."""
     t = samples(f64(5, 7, 9, 1), likelihood=f64(-1, -2, -3, NAN), ref_log_prob=-torch.ones(4, 2).double())
-    found = named_objective("likelihood").prepare(t)
-    assert_values(found.advantage[:, 0], 1.5, 0, -1.5, 0)
-    assert found.weight.bool()[:, 0].tolist() == [True] * 3 + [False]
+    prepared_row = named_objective("likelihood").prepare(t)
+    assert_values(prepared_row.advantage[:, 0], 1.5, 0, -1.5, 0)
+    assert prepared_row.weight.bool()[:, 0].tolist() == [True] * 3 + [False]
     assert_values(named_objective("jepo").prepare(t).advantage[:, 0], 0.68888, -0.12479, -0.31112, 0, atol=1e-5)
     failed = replace(t, valid=torch.tensor([True, True, False, True]))
     without = named_objective("jepo").prepare(failed)

@@ -38,27 +38,27 @@ class TestSeveralImages:
 
     def test_upstream_ranks_depend_on_the_other_prompts(self) -> None:
         score, rank = f64(3, 0), f64(0, 1)
-        alone = rank_margin_loss(score, rank, [0, 0], mode="upstream")
-        assert_values(alone, 2 / 3)  # the diagonal: two constants of 1 among three entries
+        single = rank_margin_loss(score, rank, [0, 0], mode="upstream")
+        assert_values(single, 2 / 3)  # the diagonal: two constants of 1 among three entries
         wide = rank_margin_loss(torch.cat([score, f64(5, 1, 0)]), f64(0, 1, 0, 1, 2), [0, 0, 1, 1, 1], mode="upstream")
-        assert wide[0] != alone[0]
+        assert wide[0] != single[0]
         ours = rank_margin_loss(torch.cat([score, f64(5, 1, 0)]), f64(0, 1, 0, 1, 2), [0, 0, 1, 1, 1])
         assert_values(ours, 0, 0)
 
 
 class TestIctLabels:
     def test_hand_values(self) -> None:
-        found = ict_labels(f64(0.35, 0.63), f64(0.56, 0.14), f64(0.5, 0.9), theta=0.7)
-        assert_values(found.easy1, 0.5, 0.2)
-        assert_values(found.easy2, 0.8, 0.2)
-        assert_values(found.refined1, 0.25, 0.18)
-        assert_values(found.refined2, 0.4, 0.18)
-        assert_values(found.easy3, 1, 1)
-        assert_values(found.refined3, 1, 1)
+        labels = ict_labels(f64(0.35, 0.63), f64(0.56, 0.14), f64(0.5, 0.9), theta=0.7)
+        assert_values(labels.easy1, 0.5, 0.2)
+        assert_values(labels.easy2, 0.8, 0.2)
+        assert_values(labels.refined1, 0.25, 0.18)
+        assert_values(labels.refined2, 0.4, 0.18)
+        assert_values(labels.easy3, 1, 1)
+        assert_values(labels.refined3, 1, 1)
 
     def test_upstream_trains_the_winner_as_the_loser_of_another_prompt(self) -> None:
-        given = (f64(0.21), f64(0.63), f64(0.5))
-        ours, theirs = ict_labels(*given), ict_labels(*given, mode="upstream")
+        inputs = (f64(0.21), f64(0.63), f64(0.5))
+        ours, theirs = ict_labels(*inputs), ict_labels(*inputs, mode="upstream")
         assert_values(ours.easy2, 0.9)
         assert_values(theirs.easy2, 0.15)
         assert torch.equal(theirs.easy2, theirs.refined1) and theirs.easy2 < theirs.easy1

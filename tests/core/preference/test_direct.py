@@ -34,32 +34,32 @@ def test_a_policy_that_is_its_reference_has_no_reward_and_the_loss_of_a_coin() -
         if not DIRECT[row].reference:
             continue
         loss = direct_preference_loss(better, worse, better, worse, *lengths, row=row)
-        wanted = {"hinge": 1.0, "ipo": 25.0}.get(row, math.log(2))
-        assert_values(loss, wanted, wanted)
+        expected = {"hinge": 1.0, "ipo": 25.0}.get(row, math.log(2))
+        assert_values(loss, expected, expected)
         assert_values(implicit_reward(better, better, lengths[0], row=row), 0, 0)
 
 
 def test_robust_is_unbiased_under_flipped_labels() -> None:
-    """Of pairs of which a share ε is flipped, its mean is the loss of the clean ones."""
+    """Over pairs with a share ε flipped, its mean is the loss of the clean ones."""
     answers = [normal(5, seed=seed) for seed in range(4)]
     flipped = [answers[i] for i in (1, 0, 3, 2)]
-    kept, turned = (direct_preference_loss(*each, row="robust", eps=0.2) for each in (answers, flipped))
-    torch.testing.assert_close(0.8 * kept + 0.2 * turned, direct_preference_loss(*answers))
+    clean, turned = (direct_preference_loss(*log_probs, row="robust", eps=0.2) for log_probs in (answers, flipped))
+    torch.testing.assert_close(0.8 * clean + 0.2 * turned, direct_preference_loss(*answers))
 
 
 def test_far_pairs_stay_finite_and_half_precision_is_computed_in_float32() -> None:
     far = (torch.tensor([-1e4, 0.0]), torch.tensor([0.0, -1e4]))
     zero = torch.zeros(2)
     assert_values(direct_preference_loss(*far, zero, zero, beta=1.0).double(), 1e4, 0.0)
-    assert direct_preference_loss(*(each.bfloat16() for each in (*far, zero, zero))).dtype == torch.float32
+    assert direct_preference_loss(*(tensor.bfloat16() for tensor in (*far, zero, zero))).dtype == torch.float32
 
 
 def test_gradients_by_differences() -> None:
-    given = [normal(4, seed=seed).requires_grad_() for seed in range(2)]
+    leaves = [normal(4, seed=seed).requires_grad_() for seed in range(2)]
     rest = [normal(4, seed=2), normal(4, seed=3), f64(1, 2, 3, 4), f64(4, 3, 2, 1)]
     for row in PAIRED:
         assert torch.autograd.gradcheck(
-            lambda better, worse, row=row: direct_preference_loss(better, worse, *rest, row=row, beta=0.7), given
+            lambda better, worse, row=row: direct_preference_loss(better, worse, *rest, row=row, beta=0.7), leaves
         )
 
 
@@ -67,18 +67,18 @@ class TestPower:
     def test_hand_values(self) -> None:
         """The second pair: m = 2 (−4 + 1)/2 − 2 (−6 + 1)/4 = −1/2, and η β w log π = 0.1 · 2 · (−4)/2."""
         lengths = f64(10), f64(10)
-        for eta, wanted in ((0.0, 0.126928), (None, 0.127928)):
+        for eta, expected in ((0.0, 0.126928), (None, 0.127928)):
             loss = direct_preference_loss(f64(-10), f64(-20), None, None, *lengths, row="power", eta=eta)
-            assert loss.item() == pytest.approx(wanted, abs=5e-7)
-        found = direct_preference_loss(f64(-4), f64(-6), None, None, f64(2), f64(4), row="power", eta=0.1)
-        assert_values(found, math.log1p(math.exp(0.5)) + 0.4)
+            assert loss.item() == pytest.approx(expected, abs=5e-7)
+        second = direct_preference_loss(f64(-4), f64(-6), None, None, f64(2), f64(4), row="power", eta=0.1)
+        assert_values(second, math.log1p(math.exp(0.5)) + 0.4)
 
     def test_of_answers_of_one_length_it_is_simpo_without_a_margin(self) -> None:
         answers, length = [normal(5, seed=seed) for seed in range(2)], f64(3, 1, 4, 1, 5)
-        given: dict[str, Any] = dict(zip(("chosen", "rejected"), answers, strict=True))
-        given |= {"chosen_length": length, "rejected_length": length}
-        simpo = direct_preference_loss(**given, row="simpo", gamma=0.0)
-        torch.testing.assert_close(direct_preference_loss(**given, row="power", eta=0.0), simpo)
+        arguments: dict[str, Any] = dict(zip(("chosen", "rejected"), answers, strict=True))
+        arguments |= {"chosen_length": length, "rejected_length": length}
+        simpo = direct_preference_loss(**arguments, row="simpo", gamma=0.0)
+        torch.testing.assert_close(direct_preference_loss(**arguments, row="power", eta=0.0), simpo)
 
     @pytest.mark.parametrize("row", ["sigmoid_norm", "simpo", "power"])
     def test_a_stationary_label_takes_the_gradient_and_one_of_1_changes_nothing(self, row: str) -> None:
@@ -88,13 +88,13 @@ class TestPower:
         lead = rewards[0] - rewards[1] - DIRECT[row].gamma
         eta = 0.0 if row == "power" else None
         options: dict[str, Any] = {"row": row, "eta": eta}
-        given = (better, worse, *refs, *lengths)
-        still = direct_preference_loss(*given, **options, label=torch.sigmoid(lead))
+        arguments = (better, worse, *refs, *lengths)
+        still = direct_preference_loss(*arguments, **options, label=torch.sigmoid(lead))
         assert all(bool((slope == 0).all()) for slope in torch.autograd.grad(still.sum(), [better, worse]))
-        plain = direct_preference_loss(*given, **options)
-        assert_values(direct_preference_loss(*given, **options, label=torch.ones(5)), *plain.tolist())
-        smooth = direct_preference_loss(*given, **options, eps=0.2)
-        assert_values(direct_preference_loss(*given, **options, label=f64(*[0.8] * 5)), *smooth.tolist())
+        plain = direct_preference_loss(*arguments, **options)
+        assert_values(direct_preference_loss(*arguments, **options, label=torch.ones(5)), *plain.tolist())
+        smooth = direct_preference_loss(*arguments, **options, eps=0.2)
+        assert_values(direct_preference_loss(*arguments, **options, label=f64(*[0.8] * 5)), *smooth.tolist())
 
     def test_labels_go_a_part_of_the_way_to_the_stationary_one(self) -> None:
         label, lead = f64(1, 1, 0.5, 0.3), f64(0, math.log(3), -math.inf, math.nan).requires_grad_()
@@ -105,15 +105,15 @@ class TestPower:
 
 class TestVotes:
     def test_the_reference_point_is_no_less_than_zero_and_has_no_gradient(self) -> None:
-        said = f64(-1, -2).requires_grad_()
-        point = kto_reference_point(said, f64(-3, -3))
+        log_prob = f64(-1, -2).requires_grad_()
+        point = kto_reference_point(log_prob, f64(-3, -3))
         assert point == 1.5 and not point.requires_grad
-        assert kto_reference_point(said, f64(0, 0)) == 0
+        assert kto_reference_point(log_prob, f64(0, 0)) == 0
 
     def test_a_vote_moves_its_answer_towards_it(self) -> None:
-        said = f64(-3, -3).requires_grad_()
-        loss = kto_loss(said, f64(-3, -3), torch.tensor([True, False]), f64(0)[0])
-        (slope,) = torch.autograd.grad(loss.sum(), said)
+        log_prob = f64(-3, -3).requires_grad_()
+        loss = kto_loss(log_prob, f64(-3, -3), torch.tensor([True, False]), f64(0)[0])
+        (slope,) = torch.autograd.grad(loss.sum(), log_prob)
         assert_values(slope, -0.1 / 4, 0.1 / 4)
 
 

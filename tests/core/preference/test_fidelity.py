@@ -26,10 +26,10 @@ NAN = float("nan")
 class TestStatistics:
     def test_hand_values_with_holes(self) -> None:
         answers = torch.tensor([[1, 2, 3], [4, NAN, 2], [5, NAN, NAN], [NAN] * 3], dtype=torch.float64)
-        found = answer_statistics(answers)
-        assert_values(found.mean, 2, 3, 5, NAN)
-        assert_values(found.variance, 1, 2, 0, NAN)
-        assert found.count.tolist() == [3, 2, 1, 0]
+        statistics = answer_statistics(answers)
+        assert_values(statistics.mean, 2, 3, 5, NAN)
+        assert_values(statistics.variance, 1, 2, 0, NAN)
+        assert statistics.count.tolist() == [3, 2, 1, 0]
         assert_values(answer_statistics(answers, ddof=0).variance, 2 / 3, 1, 0, NAN)
         marked = answer_statistics(answers, valid=torch.tensor([[True, True, False]] * 4))
         assert_values(marked.mean, 1.5, 4, 5, NAN)
@@ -38,10 +38,10 @@ class TestStatistics:
 class TestThurstone:
     def test_equals_scipy(self) -> None:
         left, right, v, w = normal(9), normal(9, seed=1), normal(9, seed=2) ** 2, normal(9, seed=3) ** 2
-        found = thurstone_probability(left, right, v, w, floor=0.01)
-        wanted = norm.cdf((left - right).numpy(), scale=(v + w + 0.01).sqrt().numpy())
-        assert_values(found, *wanted.tolist(), rtol=1e-12)
-        assert_values(found + thurstone_probability(right, left, w, v, floor=0.01), *[1.0] * 9)
+        prob = thurstone_probability(left, right, v, w, floor=0.01)
+        expected = norm.cdf((left - right).numpy(), scale=(v + w + 0.01).sqrt().numpy())
+        assert_values(prob, *expected.tolist(), rtol=1e-12)
+        assert_values(prob + thurstone_probability(right, left, w, v, floor=0.01), *[1.0] * 9)
 
     def test_single_and_identical_answers_have_a_probability(self) -> None:
         zero = f64(0)
@@ -69,9 +69,9 @@ class TestFidelity:
         assert fidelity_loss(f64(NAN), f64(NAN)).item() == 0
 
     def test_targets_from_quality(self) -> None:
-        found = quality_preferences(f64(3, 1, 3, NAN))
-        assert found[0, 1] == 1 and found[1, 0] == 0 and found[0, 2] == 0.5 and found[0, 0] == 0.5
-        assert found[3].isnan().all() and found[:, 3].isnan().all()
+        table = quality_preferences(f64(3, 1, 3, NAN))
+        assert table[0, 1] == 1 and table[1, 0] == 0 and table[0, 2] == 0.5 and table[0, 0] == 0.5
+        assert table[3].isnan().all() and table[:, 3].isnan().all()
 
 
 class TestRewards:
@@ -82,19 +82,19 @@ class TestRewards:
         table = quality_preferences(self.QUALITY)
         torch.testing.assert_close(fidelity_rewards(self.ANSWERS, table), fidelity_rewards(self.ANSWERS, self.QUALITY))
         table[0, 1] = NAN
-        found = fidelity_rewards(self.ANSWERS, table)
-        torch.testing.assert_close(found[0], fidelity_rewards(self.ANSWERS[[0, 2]], self.QUALITY[[0, 2]])[0])
+        rewards = fidelity_rewards(self.ANSWERS, table)
+        torch.testing.assert_close(rewards[0], fidelity_rewards(self.ANSWERS[[0, 2]], self.QUALITY[[0, 2]])[0])
 
     def test_invalid_answers_take_no_part(self) -> None:
         padded = torch.cat([self.ANSWERS, torch.full((3, 1), 99.0).double()], 1)
         valid = torch.cat([torch.ones(3, 3), torch.zeros(3, 1)], 1).bool()
-        found = fidelity_rewards(padded, self.QUALITY, valid=valid)
-        torch.testing.assert_close(found[:, :3], fidelity_rewards(self.ANSWERS, self.QUALITY))
-        assert found[:, 3].isnan().all()
+        rewards = fidelity_rewards(padded, self.QUALITY, valid=valid)
+        torch.testing.assert_close(rewards[:, :3], fidelity_rewards(self.ANSWERS, self.QUALITY))
+        assert rewards[:, 3].isnan().all()
 
     def test_one_answer_each_and_one_image(self) -> None:
-        found = fidelity_rewards(f64(3, 1)[:, None], f64(5, 2))
-        assert_values(found[:, 0], 1, 1, rtol=1e-9)
+        rewards = fidelity_rewards(f64(3, 1)[:, None], f64(5, 2))
+        assert_values(rewards[:, 0], 1, 1, rtol=1e-9)
         assert fidelity_rewards(f64(3)[:, None], f64(5)).isnan().all()
 
 

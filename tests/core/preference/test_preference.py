@@ -84,24 +84,24 @@ class TestTies:
     @pytest.mark.parametrize("strength", [1.5, 5.0])
     def test_probabilities_sum_to_one_and_mirror(self, model: str, strength: float) -> None:
         left, right = 4 * normal(30), normal(30, seed=1)
-        one = tie_log_prob(left, right, strength, model=model)  # pyright: ignore[reportArgumentType]  # parametrised
-        assert_values(one.exp().sum(-1), *[1.0] * 30)
-        other = tie_log_prob(right, left, strength, model=model)  # pyright: ignore[reportArgumentType]
-        torch.testing.assert_close(one, other.flip(-1))
+        direct = tie_log_prob(left, right, strength, model=model)  # pyright: ignore[reportArgumentType]  # parametrised
+        assert_values(direct.exp().sum(-1), *[1.0] * 30)
+        mirrored = tie_log_prob(right, left, strength, model=model)  # pyright: ignore[reportArgumentType]
+        torch.testing.assert_close(direct, mirrored.flip(-1))
 
     def test_hand_values(self) -> None:
         won = math.exp(1) / (math.exp(1) + 2)
         lost = 1 / (1 + 2 * math.exp(1))
         assert_values(tie_log_prob(f64(1), f64(0), 2.0).exp()[0], won, 1 - won - lost, lost)
         total = math.exp(0.5) + 2 + math.exp(-0.5)
-        found = tie_log_prob(f64(1), f64(0), 2.0, model="davidson").exp()[0]
-        assert_values(found, math.exp(0.5) / total, 2 / total, math.exp(-0.5) / total)
+        prob = tie_log_prob(f64(1), f64(0), 2.0, model="davidson").exp()[0]
+        assert_values(prob, math.exp(0.5) / total, 2 / total, math.exp(-0.5) / total)
 
     def test_no_ties_is_bradley_terry(self) -> None:
         left, right = normal(9), normal(9, seed=1)
         for model, strength in (("rao_kupper", 1 + 1e-12), ("davidson", 1e-12)):
-            found = tie_log_prob(left, right, strength, model=model)  # pyright: ignore[reportArgumentType]
-            torch.testing.assert_close(-found[:, 0], bradley_terry_loss(left, right))
+            log_prob = tie_log_prob(left, right, strength, model=model)  # pyright: ignore[reportArgumentType]
+            torch.testing.assert_close(-log_prob[:, 0], bradley_terry_loss(left, right))
 
     def test_gradient_and_missing_shares(self) -> None:
         left, right, strength = (

@@ -44,8 +44,8 @@ def test_the_mode_is_that_of_another_optimizer(model: Any) -> None:
             fit = prob.numpy() * log_cdf(z) + (1 - prob.numpy()) * log_cdf(-z)
             return float(-fit.sum() + 0.5 * (prior[k].numpy() * x**2).sum())
 
-        found = minimize(loss, np.zeros(6), method="BFGS", options={"gtol": 1e-7})
-        torch.testing.assert_close(theta[k], torch.tensor(found.x), rtol=1e-4, atol=1e-5)
+        optimum = minimize(loss, np.zeros(6), method="BFGS", options={"gtol": 1e-7})
+        torch.testing.assert_close(theta[k], torch.tensor(optimum.x), rtol=1e-4, atol=1e-5)
         hessian = torch.autograd.functional.hessian(
             lambda t, k=k: _negative_log_posterior(t, design, prob, prior[k], model), theta[k]
         )
@@ -87,8 +87,8 @@ def test_the_normal_model_is_bayes_rule_on_the_grid() -> None:
         covariances.append(prior - gain @ design @ prior)
     weight = torch.stack(log_weight).softmax(0)
     mean = weight @ torch.stack(means)
-    apart = torch.stack(means) - mean
-    spread_out = torch.stack(covariances) + apart[:, :, None] * apart[:, None, :]
+    deviation = torch.stack(means) - mean
+    spread_out = torch.stack(covariances) + deviation[:, :, None] * deviation[:, None, :]
     centre = torch.eye(4, dtype=torch.float64) - 0.25
     covariance = centre @ torch.einsum("k,kij->ij", weight, spread_out)[:4, :4] @ centre
     torch.testing.assert_close(fit.covariance, covariance, rtol=1e-5, atol=1e-7)
@@ -122,12 +122,12 @@ def test_probabilities_follow_from_the_scores(model: Any) -> None:
 def _budgeted(size: int, odds: Tensor, calls: int, *, hard: bool, method: Any) -> tuple[Tensor, Any]:
     prob = (odds > 0).double() if hard else odds.sigmoid()
     model: Any = "bradley_terry" if hard else "log_odds"
-    asked = torch.zeros(0, 2, dtype=torch.int64)
-    while len(asked) < calls:
-        fit = fit_ranking(asked, prob[asked[:, 0], asked[:, 1]], size, model=model)
-        new = next_pairs(fit, asked, min(size // 2, calls - len(asked)), method=method)
-        asked = torch.cat([asked, new])
-    return asked, fit_ranking(asked, prob[asked[:, 0], asked[:, 1]], size, model=model)
+    compared = torch.zeros(0, 2, dtype=torch.int64)
+    while len(compared) < calls:
+        fit = fit_ranking(compared, prob[compared[:, 0], compared[:, 1]], size, model=model)
+        new = next_pairs(fit, compared, min(size // 2, calls - len(compared)), method=method)
+        compared = torch.cat([compared, new])
+    return compared, fit_ranking(compared, prob[compared[:, 0], compared[:, 1]], size, model=model)
 
 
 def _ranks(score: Tensor) -> Tensor:
@@ -145,10 +145,10 @@ def test_a_third_of_the_calls_gives_the_order_of_all(method: Any) -> None:
         full = full.index_add(0, pairs[:, 0], 1 - odds[pairs[:, 1], pairs[:, 0]].sigmoid())
         full = full.index_add(0, pairs[:, 1], odds[pairs[:, 1], pairs[:, 0]].sigmoid())
         full = full.index_add(0, pairs[:, 1], 1 - odds[pairs[:, 0], pairs[:, 1]].sigmoid())
-        asked, fit = _budgeted(16, odds, 36, hard=False, method=method)
+        compared, fit = _budgeted(16, odds, 36, hard=False, method=method)
         agreement.append(float(torch.corrcoef(torch.stack([_ranks(fit.score), _ranks(full)]))[0, 1]))
         blind.append(abs(fit.bias - 0.5))
-        assert len(asked) == 36 == len({tuple(pair) for pair in asked.tolist()})
+        assert len(compared) == 36 == len({tuple(pair) for pair in compared.tolist()})
     assert sum(agreement) / 12 > 0.96 and sum(blind) / 12 < 0.2
 
 
@@ -157,16 +157,16 @@ def test_rounds_use_each_sample_once_and_balance_the_sides() -> None:
     first = next_pairs(fit_ranking(empty, torch.zeros(0), 8), empty, 4)
     assert sorted(first.flatten().tolist()) == list(range(8))
     _, odds = _answers(8, 5, spread=1, bias=0, noise=0.5)
-    asked, _ = _budgeted(8, odds, 28, hard=False, method="swiss")
-    lefts = torch.bincount(asked[:, 0], minlength=8) - torch.bincount(asked[:, 1], minlength=8)
+    compared, _ = _budgeted(8, odds, 28, hard=False, method="swiss")
+    lefts = torch.bincount(compared[:, 0], minlength=8) - torch.bincount(compared[:, 1], minlength=8)
     assert int(lefts.abs().max()) <= 2
 
 
 def test_only_close_pairs_are_asked_in_both_orders_and_no_call_twice() -> None:
-    asked = group_pairs([0] * 3, 3)
+    compared = group_pairs([0] * 3, 3)
     prob = torch.tensor([0.5, 0.99, 0.99], dtype=torch.float64)
-    fit = fit_ranking(asked, prob, 3, model="log_odds")
+    fit = fit_ranking(compared, prob, 3, model="log_odds")
     assert float(fit.win_probability()[0, 1]) < CLOSE < float(fit.win_probability()[1, 2])
-    again = next_pairs(fit, asked, 6)
-    assert again.tolist() == [[1, 0]] and len(next_pairs(fit, asked, 6, both_orders=False)) == 0
-    assert len(next_pairs(fit, torch.cat([asked, again]), 6)) == 0
+    again = next_pairs(fit, compared, 6)
+    assert again.tolist() == [[1, 0]] and len(next_pairs(fit, compared, 6, both_orders=False)) == 0
+    assert len(next_pairs(fit, torch.cat([compared, again]), 6)) == 0

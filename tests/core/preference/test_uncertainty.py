@@ -38,10 +38,10 @@ def integral(function: Callable[[float], float], mean: float, std: float) -> flo
 @pytest.mark.parametrize("std", [0.05, 1.0, WIDE, 1.75, 6.0, 20.0])
 def test_both_rules_against_adaptive_quadrature(std: float) -> None:
     mean = f64(*MEANS)
-    wanted = f64(*(integral(lambda z: float(expit(z)), m, std) for m in MEANS))
-    found = log_win_probability(mean, torch.full_like(mean, std))
-    assert (found.exp() - wanted).abs().max() < 1e-8
-    assert (found - wanted.log()).abs().max() < 1e-7
+    expected = f64(*(integral(lambda z: float(expit(z)), m, std) for m in MEANS))
+    log_prob = log_win_probability(mean, torch.full_like(mean, std))
+    assert (log_prob.exp() - expected).abs().max() < 1e-8
+    assert (log_prob - expected.log()).abs().max() < 1e-7
     upstream = f64(*(integral(lambda z: float(log_expit(z)), m, std) for m in MEANS))
     error = mean_log_win(mean, torch.full_like(mean, std)) - upstream
     assert error.abs().max() < (1e-6 if std > 2 else 1e-7)
@@ -52,8 +52,8 @@ def test_the_tail_keeps_its_relative_precision() -> None:
     for std in (0.3, 1.2, 2.5, 4.0):
         for dtype, tolerance in ((torch.float64, 1e-7), (torch.float32, 1e-5)):
             mean = torch.tensor([-200.0, -800.0], dtype=dtype)
-            found = log_win_probability(mean, torch.full_like(mean, std)).double()
-            assert_values(found, -200 + std**2 / 2, -800 + std**2 / 2, rtol=tolerance)
+            log_prob = log_win_probability(mean, torch.full_like(mean, std)).double()
+            assert_values(log_prob, -200 + std**2 / 2, -800 + std**2 / 2, rtol=tolerance)
     slope = f64(-300.0).requires_grad_()
     (gradient,) = torch.autograd.grad(log_win_probability(slope, f64(1.0)).sum(), slope)
     assert_values(gradient, 1.0)
@@ -84,7 +84,7 @@ def test_gradients(mode: str) -> None:
     stds = [(s + normal(6, seed=2).abs()).requires_grad_() for s in (0.2, 1.8)]
     label = f64(0, 0.3, 0.5, 0.9, 1, float("nan"))
     assert torch.autograd.gradcheck(
-        lambda *given: uncertain_preference_loss(*given, label, mode=mode),  # pyright: ignore[reportArgumentType, reportCallIssue]  # parametrised
+        lambda *inputs: uncertain_preference_loss(*inputs, label, mode=mode),  # pyright: ignore[reportArgumentType, reportCallIssue]  # parametrised
         (left, right, *stds),
     )
     assert torch.autograd.gradgradcheck(
@@ -103,8 +103,8 @@ def test_the_published_form_only_ever_rises_with_the_spread() -> None:
 class TestSoftClamp:
     def test_bounds_and_identity_inside(self) -> None:
         value = torch.linspace(-60, 60, 241).double()
-        found = soft_clamp(value)
-        assert found.min() > -7 and found.max() < 3 and (found.diff() > 0).all()
+        clamped = soft_clamp(value)
+        assert clamped.min() > -7 and clamped.max() < 3 and (clamped.diff() > 0).all()
         assert_values(soft_clamp(f64(-2, -1, 0)), -2, -1, 0, atol=0.02)
         assert (soft_clamp(f64(-1e30, 1e30, -math.inf, math.inf)) - f64(-7, 3, -7, 3)).abs().max() < 1e-12
 

@@ -120,10 +120,10 @@ def test_the_prediction_weights_are_the_errors_of_those_predictions() -> None:
     x0, noise, s = normal(5, 2, 3, seed=5), normal(5, 2, 3, seed=6), SIGMA[:, None, None]
     x, u = (1 - s) * x0 + s * noise, noise - x0
     root = torch.hypot(1 - s, s)
-    wanted = {"x0": x - s * V - x0, "epsilon": x + (1 - s) * V - noise}
+    errors = {"x0": x - s * V - x0, "epsilon": x + (1 - s) * V - noise}
     # the v of arXiv 2202.00512 on the preserving path, α ε − s x0, of the predicted and the real noise and x0
-    wanted["v"] = ((1 - s) * wanted["epsilon"] - s * wanted["x0"]) / root
-    for name, error in wanted.items():
+    errors["v"] = ((1 - s) * errors["epsilon"] - s * errors["x0"]) / root
+    for name, error in errors.items():
         ours = matching_error(V, u, SIGMA, weighting=name)  # type: ignore[arg-type]
         torch.testing.assert_close(ours, error.square().flatten(1).mean(1))
 
@@ -132,20 +132,20 @@ def test_a_network_that_predicts_noise_learns_its_own_form() -> None:
     """On a preserving path by its alphas: RAM's target is in ε̂, DiffusionNFT's in x̂0 = (x_t − s ε̂)/α."""
     alphas_cumprod = f64(0.99, 0.7, 0.4, 0.1, 0.005)
     alpha, s = alphas_cumprod.sqrt()[:, None, None], (1 - alphas_cumprod).sqrt()[:, None, None]
-    x0, noise, said, other = (normal(5, 2, 3, seed=k) for k in range(4))
+    x0, noise, predicted, other = (normal(5, 2, 3, seed=k) for k in range(4))
     x_t = alpha * x0 + s * noise
     sigma = flow_sigma(alphas_cumprod)
     x = x_t * preserving_scale(sigma)[:, None, None]
-    v, anchor = (velocity_of_prediction(e, x, sigma, "epsilon") for e in (said, other))
+    v, anchor = (velocity_of_prediction(e, x, sigma, "epsilon") for e in (predicted, other))
     pairs = PairOutput(v=v, target=noise - x0, sigma=sigma, anchor=anchor)
     a = f64(1, -2, 0.5, 0, 3)
     ram = named_regression("ram", weighting="epsilon", loss_options={"scale": 0.3})
-    target = other + 0.3 * a[:, None, None] * (noise - said)
-    torch.testing.assert_close(ram.pair_loss(pairs, a), (said - target).square().flatten(1).mean(1))
+    target = other + 0.3 * a[:, None, None] * (noise - predicted)
+    torch.testing.assert_close(ram.pair_loss(pairs, a), (predicted - target).square().flatten(1).mean(1))
     nft = named_regression("diffusion_nft_closed", loss_options={"beta": 0.4})
     r, expected = 0.5 + a / 10, torch.zeros(5).double()
     for share, sign in ((r, 1), (1 - r, -1)):
-        clean = (x_t - s * (other + sign * 0.4 * (said - other))) / alpha
+        clean = (x_t - s * (other + sign * 0.4 * (predicted - other))) / alpha
         expected += 5 / 0.4 * share * (clean - x0).square().flatten(1).mean(1)
     torch.testing.assert_close(nft.pair_loss(pairs, a), expected)
 
@@ -179,8 +179,8 @@ def test_nothing_of_an_anchor_or_a_signal_carries_gradient() -> None:
     old, u, a = leaves
     v = V.clone().requires_grad_()
     for loss in (nft_loss(v, old, u, SIGMA, a), ram_loss(v, old, u, a.detach())):
-        (found, *others) = torch.autograd.grad(loss.sum(), [v, old, u], allow_unused=True)
-        assert found.abs().sum() > 0 and others == [None, None]
+        (gradient, *rest) = torch.autograd.grad(loss.sum(), [v, old, u], allow_unused=True)
+        assert gradient.abs().sum() > 0 and rest == [None, None]
 
 
 REWARD, GROUP = f64(1, 0, 1, NAN, 2, 2, 5, 3), [0, 0, 0, 0, 1, 1, 2, 2]

@@ -33,7 +33,7 @@ class TestRewardFusion:
 
 class TestConvexVertices:
     def test_by_hand(self) -> None:
-        """A square with its middle, once more a corner, and a third direction that the plane leaves out."""
+        """A square with its middle, one corner twice, and a third direction that the plane leaves out."""
         square = f64(0, 0, 0, 2, 2, 0, 2, 2, 1, 1, 0, 2).reshape(6, 2)
         assert convex_vertices(square).tolist() == [0, 1, 2, 3]
         depth = f64(0.0, 0.001, 0.001, 0.0, 0.0, 0.001)[:, None]

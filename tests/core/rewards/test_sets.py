@@ -45,10 +45,10 @@ def test_vendi_gains() -> None:
 
 def plain_distance(left: Tensor, right: Tensor) -> float:
     """By scipy's root of the product of the covariances."""
-    one, two = (torch.cov(rows.T, correction=0) for rows in (left, right))
-    root = np.asarray(scipy.linalg.sqrtm((one @ two).numpy()))
+    first, second = (torch.cov(rows.T, correction=0) for rows in (left, right))
+    root = np.asarray(scipy.linalg.sqrtm((first @ second).numpy()))
     away = (left.mean(0) - right.mean(0)).square().sum()
-    return (away + torch.trace(one + two)).item() - 2 * float(np.trace(root).real)
+    return (away + torch.trace(first + second)).item() - 2 * float(np.trace(root).real)
 
 
 def test_frechet_distance() -> None:

@@ -33,28 +33,28 @@ def test_absent_steps_change_nothing() -> None:
     """Left padding, holes and right padding, NaN inside: the present steps get what they get alone."""
     spread = torch.full((3, 7), NAN, dtype=torch.float64)
     weight = torch.zeros(3, 7)
-    for row, places in enumerate([(0, 1, 2, 3), (3, 4, 5, 6), (0, 2, 3, 6)]):
-        spread[row, list(places)] = STEPS[0]
-        weight[row, list(places)] = 1
-    for ours, alone in (
+    for row, steps in enumerate([(0, 1, 2, 3), (3, 4, 5, 6), (0, 2, 3, 6)]):
+        spread[row, list(steps)] = STEPS[0]
+        weight[row, list(steps)] = 1
+    for ours, expected in (
         (delta_step_rewards(spread, weight), delta_step_rewards(STEPS)),
         (clip_step_rewards(spread, weight, eta=0.5), clip_step_rewards(STEPS, eta=0.5)),
         (implicit_step_rewards(spread, weight).step, implicit_step_rewards(STEPS).step),
     ):
         assert ours[weight == 0].eq(0).all()
-        torch.testing.assert_close(ours[weight == 1].reshape(3, 4), alone.expand(3, 4))
+        torch.testing.assert_close(ours[weight == 1].reshape(3, 4), expected.expand(3, 4))
 
 
 def test_a_common_step_earns_the_mean_of_what_came_of_it() -> None:
-    """Two trees of four: 0, 1, 2, 5 and 4, 4, x, 8, which part in two at each of two steps."""
+    """Two trees of four: 0, 1, 2, 5 and 4, 4, x, 8, which split in two at each of two steps."""
     reward = f64(0, 1, 2, 5, 4, 4, NAN, 8)
     node = torch.tensor([[0, 0], [0, 1], [2, 2], [2, 3], [4, 4], [4, 5], [6, 6], [6, 7]])
     result = branch_rewards(reward, node)
     assert_hand(result[:, 0], 0.5, 0.5, 3.5, 3.5, 4, 4, 8, 8)
     assert_hand(result[:6, 1], 0, 1, 2, 5, 4, 4)
     assert result[6, 1].isnan() and result[7, 1] == 8
-    alone = torch.arange(8)[:, None].expand(8, 2)
-    assert torch.equal(branch_rewards(reward, alone).nan_to_num(-1), reward.nan_to_num(-1)[:, None].expand(8, 2))
+    separate = torch.arange(8)[:, None].expand(8, 2)
+    assert torch.equal(branch_rewards(reward, separate).nan_to_num(-1), reward.nan_to_num(-1)[:, None].expand(8, 2))
     # equal rewards stay equal where one of three is missing, in any precision
     for value in (f64(*[0.1] * 6), torch.full((6,), 0.1)):
         some = torch.where(torch.arange(6) == 4, NAN, value)

@@ -31,10 +31,10 @@ class TestOverlap:
     def test_equals_the_integral(self) -> None:
         cases = ((0.0, 1.0, 0.5, 2.0), (-1.0, 0.3, 1.0, 0.5), (2.0, 0.7, 2.0, 0.7))
         for m, s, n, t in cases:
-            wanted = quad(
+            expected = quad(
                 lambda x, p=(m, s, n, t): math.sqrt(norm.pdf(x, p[0], p[1]) * norm.pdf(x, p[2], p[3])), -20, 20
             )[0]
-            assert bhattacharyya(f64(m), f64(s), f64(n), f64(t)).item() == pytest.approx(wanted, rel=1e-8)
+            assert bhattacharyya(f64(m), f64(s), f64(n), f64(t)).item() == pytest.approx(expected, rel=1e-8)
 
     def test_mean_overlap_with_the_others(self) -> None:
         mean, std = normal(6), normal(6, seed=1).abs() + 0.1
@@ -89,15 +89,15 @@ class TestWeightsOfAdvantages:
 
 class TestCtrlU:
     def test_disagreement_is_a_kl(self) -> None:
-        one, other, labels = normal(2, 4, 3), normal(2, 4, 3, seed=1), torch.zeros(2, 3, dtype=torch.int64)
-        wanted = F.kl_div(one.log_softmax(1), other.softmax(1), reduction="none").sum(1).mean()
-        torch.testing.assert_close(ctrl_u_loss(one, other, labels).uncertainty, wanted)
+        first, second, labels = normal(2, 4, 3), normal(2, 4, 3, seed=1), torch.zeros(2, 3, dtype=torch.int64)
+        expected = F.kl_div(first.log_softmax(1), second.softmax(1), reduction="none").sum(1).mean()
+        torch.testing.assert_close(ctrl_u_loss(first, second, labels).uncertainty, expected)
 
     def test_agreement_is_plain_cross_entropy_of_what_counts(self) -> None:
         logits, labels = normal(3, 4, 2, 2), torch.tensor([0, 3, 255, 1]).reshape(1, 2, 2).expand(3, 2, 2)
         result = ctrl_u_loss(logits, logits, labels, counted=f64(1, 0, 1), weight=0.3)
-        each = [F.cross_entropy(logits[i : i + 1], labels[i : i + 1], ignore_index=255) for i in (0, 2)]
-        torch.testing.assert_close(result.reward, torch.stack(each).mean())
+        losses = [F.cross_entropy(logits[i : i + 1], labels[i : i + 1], ignore_index=255) for i in (0, 2)]
+        torch.testing.assert_close(result.reward, torch.stack(losses).mean())
         torch.testing.assert_close(result.total, 0.3 * result.reward)
         assert result.uncertainty.abs() < 1e-15
 
@@ -108,8 +108,8 @@ class TestCtrlU:
         for detach in (False, True):
             result = ctrl_u_loss(primary, auxiliary, labels, detach=detach)
             slopes[detach] = torch.autograd.grad(result.reward, auxiliary, allow_unused=True)[0]
-            wanted = 0.1 * result.reward + (0 if detach else result.uncertainty)
-            torch.testing.assert_close(result.total, wanted)
+            expected = 0.1 * result.reward + (0 if detach else result.uncertainty)
+            torch.testing.assert_close(result.total, expected)
         assert slopes[False].abs().max() > 0 and slopes[True] is None
         assert torch.autograd.gradcheck(lambda a, b: ctrl_u_loss(a, b, labels).total, (primary, auxiliary))
 
@@ -134,8 +134,8 @@ class TestMaps:
         merged, weight = fuse_heatmaps(maps, scale, valid=valid)
         assert_values(merged, 0.25, 0.5, NAN)
         assert_values(weight[0], 0.75, 0.5, 0)
-        one = fuse_heatmaps(maps, scale, valid=torch.tensor([[True] * 3, [False] * 3]))[0]
-        assert_values(one, 0, 1, 1)
+        first_only = fuse_heatmaps(maps, scale, valid=torch.tensor([[True] * 3, [False] * 3]))[0]
+        assert_values(first_only, 0, 1, 1)
 
 
 class TestOldPairs:
@@ -172,11 +172,11 @@ class TestDiversityOfMembers:
         assert nuclear_diversity([eye[:, :2], eye[:, 3:5]], dim=1).item() == pytest.approx(1)
 
     def test_by_singular_values_and_without_regard_to_scale(self) -> None:
-        one, two = normal(3, 7), normal(3, 7, seed=1)
-        result = nuclear_diversity([one, two])
-        values = torch.linalg.svdvals(torch.cat([one, two]))
+        first, second = normal(3, 7), normal(3, 7, seed=1)
+        result = nuclear_diversity([first, second])
+        values = torch.linalg.svdvals(torch.cat([first, second]))
         torch.testing.assert_close(result, values.sum() / values.square().sum().sqrt() / 6**0.5)
-        torch.testing.assert_close(nuclear_diversity([5 * one, 5 * two]), result)
+        torch.testing.assert_close(nuclear_diversity([5 * first, 5 * second]), result)
 
     def test_a_member_that_is_zero_is_drawn_to_where_the_others_are_not(self) -> None:
         other, zeros = torch.eye(4, dtype=torch.float64)[:, :1], torch.zeros(4, 1, dtype=torch.float64)

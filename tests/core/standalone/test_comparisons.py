@@ -55,8 +55,8 @@ class TestRanking:
         torch.testing.assert_close(loss, soft_plackett_luce(-12 * (error - ref), reward) + 0.5 * best)
         start = gdro_loss(ref, ref, reward, beta=12, gamma=0)
         assert_values(start, *[math.log(24)] * 3)
-        alone = gdro_loss(f64(0.7)[None], f64(0.1)[None], f64(3)[None], beta=6, gamma=2)
-        assert_values(alone, 1.4)
+        single = gdro_loss(f64(0.7)[None], f64(0.1)[None], f64(3)[None], beta=6, gamma=2)
+        assert_values(single, 1.4)
         assert gdro_loss(f64(NAN)[None], f64(1)[None], f64(NAN)[None], beta=6, gamma=2).item() == 0
         assert torch.autograd.gradcheck(lambda e: gdro_loss(e, ref, reward, beta=3, gamma=0.5), (error,))
 
@@ -113,12 +113,12 @@ class TestBalance:
         assert combine_gradients(torch.zeros(2, 3), torch.ones(2) / 2, rescale=True).eq(0).all()
 
     def test_copies_and_opposites(self) -> None:
-        one = normal(1, 5)
-        for gradient in (one, one.expand(3, 5), torch.cat([one, 2 * one, one])):
+        vector = normal(1, 5)
+        for gradient in (vector, vector.expand(3, 5), torch.cat([vector, 2 * vector, vector])):
             alpha = min_norm_weights(gradient)
             assert alpha.sum().item() == pytest.approx(1)
-            torch.testing.assert_close(combine_gradients(gradient, alpha), (one / one.norm())[0])
-        opposite = torch.cat([one, -3 * one])
+            torch.testing.assert_close(combine_gradients(gradient, alpha), (vector / vector.norm())[0])
+        opposite = torch.cat([vector, -3 * vector])
         assert_values(min_norm_weights(opposite), 0.5, 0.5)
         half = min_norm_weights(opposite.half().requires_grad_())
         assert half.dtype == torch.float32 and not half.requires_grad

@@ -59,9 +59,9 @@ class TestJepo:
         bound, credit = jepo_credit(value, group)
         for i, label in enumerate(group):
             members = [j for j, other in enumerate(group) if other == label]
-            others = [j for j in members if j != i]
+            rest = [j for j in members if j != i]
             everything = value[members].logsumexp(0) - math.log(len(members))
-            without = value[others].logsumexp(0) - math.log(len(others))
+            without = value[rest].logsumexp(0) - math.log(len(rest))
             torch.testing.assert_close(bound[i], everything)
             torch.testing.assert_close(credit[i], everything - without, rtol=1e-9, atol=1e-12)
 

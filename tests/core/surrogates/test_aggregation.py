@@ -61,8 +61,8 @@ def test_empty_rows_are_left_out_or_kept_as_zero_loss() -> None:
     full = [0, 1, 3]
     for mode in MODES:
         assert torch.equal(reduce(LOSS, WEIGHT, mode), reduce(LOSS[full], WEIGHT[full], mode))
-    kept = reduce(LOSS, WEIGHT, "seq_mean_token_mean", empty="keep")
-    assert kept.item() == pytest.approx((1.5 + 5 + 4) / 4)
+    with_empty = reduce(LOSS, WEIGHT, "seq_mean_token_mean", empty="keep")
+    assert with_empty.item() == pytest.approx((1.5 + 5 + 4) / 4)
 
 
 @settings(max_examples=40, deadline=None)
@@ -80,8 +80,8 @@ def test_micro_batches_sum_to_the_full_batch(data: st.DataObject) -> None:
     for mode in MODES:
         divide = tokens if mode == "group_token_mean" else None
         leaf = loss.clone().requires_grad_()
-        whole = aggregate(leaf, weight, mode, counts, denominator=divide)  # type: ignore[arg-type]
-        (gradient,) = torch.autograd.grad(whole, leaf)
+        total = aggregate(leaf, weight, mode, counts, denominator=divide)  # type: ignore[arg-type]
+        (gradient,) = torch.autograd.grad(total, leaf)
         for a, b in bounds:
             part = None if divide is None else divide[a:b]
             aggregate(leaf[a:b], weight[a:b], mode, counts, denominator=part).backward()  # type: ignore[arg-type]
@@ -90,10 +90,10 @@ def test_micro_batches_sum_to_the_full_batch(data: st.DataObject) -> None:
 
 
 def test_counts_of_parts_add_up() -> None:
-    whole = count_step(WEIGHT, group=GROUP, length=9)
-    assert (count_step(WEIGHT) + whole).groups is None
+    counts = count_step(WEIGHT, group=GROUP, length=9)
+    assert (count_step(WEIGHT) + counts).groups is None
     parts = count_step(WEIGHT[:2], group=GROUP[:2], length=9) + count_step(WEIGHT[2:], group=GROUP[2:], length=9)
-    assert whole == parts
+    assert counts == parts
 
 
 @pytest.mark.parametrize("mode", MODES)

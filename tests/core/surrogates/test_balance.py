@@ -40,9 +40,9 @@ def slope(loss: Callable[[Tensor], Tensor], leaf: Tensor) -> tuple[Tensor, Tenso
 @pytest.mark.parametrize("normalised", [True, False])
 def test_flow_balance_gradients_reach_the_policy_and_the_partition_only(normalised: bool) -> None:
     d = {name: value.requires_grad_() for name, value in draw().items()}
-    whole = ratio_level(log_ratio(d["new"], d["old"]), WEIGHT, "sequence_sum")
+    sequence_ratio = ratio_level(log_ratio(d["new"], d["old"]), WEIGHT, "sequence_sum")
     inputs = (d["new"], d["ref"], d["log_z"], d["reward"], WEIGHT)
-    losses = flow_balance(*inputs, log_ratio=whole, length_normalised=normalised)
+    losses = flow_balance(*inputs, log_ratio=sequence_ratio, length_normalised=normalised)
     aggregate(losses, WEIGHT, "seq_mean_token_sum", count_step(WEIGHT)).backward()
     assert d["ref"].grad is None and d["reward"].grad is None
     new, log_z = d["new"].grad, d["log_z"].grad
@@ -63,20 +63,20 @@ def test_flow_balance_rests_at_the_reward_distribution() -> None:
     reward = torch.randn(5, generator=generator, **DOUBLE)
     log_z = torch.logsumexp(ref + 2 * reward, 0).expand(5)
     target = ref + 2 * reward - log_z
-    one = torch.ones(5, 1)
-    losses = flow_balance(target[:, None], ref[:, None], log_z, reward, one, beta=2.0)
+    ones = torch.ones(5, 1)
+    losses = flow_balance(target[:, None], ref[:, None], log_z, reward, ones, beta=2.0)
     torch.testing.assert_close(losses, torch.zeros(5, 1, **DOUBLE))
-    assert flow_balance(ref[:, None], ref[:, None], log_z, reward, one, beta=2.0).max() > 0.1
+    assert flow_balance(ref[:, None], ref[:, None], log_z, reward, ones, beta=2.0).max() > 0.1
 
 
 def test_flow_balance_is_unharmed_by_absent_rows() -> None:
     d = draw()
     weight = torch.tensor([[1.0, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
-    new, ref, whole = (t.masked_fill(weight == 0, NAN) for t in (d["new"], d["ref"], d["new"] * 0))
+    new, ref, sequence_ratio = (t.masked_fill(weight == 0, NAN) for t in (d["new"], d["ref"], d["new"] * 0))
     reward = d["reward"].clone()
     reward[1] = NAN
-    value, grad = slope(lambda n: flow_balance(n, ref, d["log_z"], reward, weight, log_ratio=whole), new)
-    _, partition = slope(lambda z: flow_balance(new, ref, z, reward, weight, log_ratio=whole), d["log_z"])
+    value, grad = slope(lambda n: flow_balance(n, ref, d["log_z"], reward, weight, log_ratio=sequence_ratio), new)
+    _, partition = slope(lambda z: flow_balance(new, ref, z, reward, weight, log_ratio=sequence_ratio), d["log_z"])
     assert torch.isfinite(value).all() and (value[weight == 0] == 0).all()
     assert torch.isfinite(grad).all() and (grad[weight == 0] == 0).all() and (grad[weight != 0] != 0).all()
     assert torch.isfinite(partition).all() and partition[1] == 0

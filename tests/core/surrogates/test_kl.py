@@ -25,8 +25,8 @@ def draw(seed: int, *shape: int) -> Tensor:
 
 
 def assert_near(ours: Tensor, theirs: Tensor | float) -> None:
-    wanted = torch.as_tensor(theirs, dtype=ours.dtype).expand_as(ours)
-    torch.testing.assert_close(ours, wanted, rtol=1e-11, atol=1e-12)
+    expected = torch.as_tensor(theirs, dtype=ours.dtype).expand_as(ours)
+    torch.testing.assert_close(ours, expected, rtol=1e-11, atol=1e-12)
 
 
 def test_value_and_gradient_are_separate() -> None:
@@ -35,8 +35,8 @@ def test_value_and_gradient_are_separate() -> None:
         for gradient in ESTIMATORS[1:]:
             result = kl_penalty(new, ref, value=value, gradient=gradient)
             assert torch.equal(result, kl_estimate(new, ref, value))
-            alone = torch.autograd.grad(kl_estimate(new, ref, gradient).sum(), new)
-            assert torch.equal(torch.autograd.grad(result.sum(), new)[0], alone[0])
+            expected = torch.autograd.grad(kl_estimate(new, ref, gradient).sum(), new)
+            assert torch.equal(torch.autograd.grad(result.sum(), new)[0], expected[0])
 
 
 def test_far_off_tokens_stay_finite_and_keep_their_gradient() -> None:
@@ -111,9 +111,9 @@ def test_masked_rows_of_the_categorical_kl() -> None:
 def test_the_kl_of_velocities_by_hand_and_as_the_gaussian_one_without_its_factor() -> None:
     v = torch.tensor([[[1.0, 2.0], [0.0, -1.0]]], requires_grad=True)
     ref = torch.tensor([[[0.0, 2.0], [1.0, 2.0]]], requires_grad=True)
-    found = velocity_kl(v, ref)
-    assert found.tolist() == [(1 + 0 + 1 + 9) / 4]
-    found.sum().backward()
+    kl = velocity_kl(v, ref)
+    assert kl.tolist() == [(1 + 0 + 1 + 9) / 4]
+    kl.sum().backward()
     assert v.grad is not None and v.grad.tolist() == [[[0.5, 0.0], [-0.5, -1.5]]] and ref.grad is None
     x, new, old = draw(3, 2, 3, 4), draw(4, 2, 3, 4), draw(5, 2, 3, 4)
     sigma, sigma_next = torch.tensor([0.9, 0.5]).double(), torch.tensor([0.6, 0.4]).double()

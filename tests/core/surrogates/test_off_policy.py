@@ -30,16 +30,16 @@ def test_importance_weights_by_hand(
     level: Any, mode: Any, bounds: tuple[float, float], values: list[list[float]]
 ) -> None:
     log_ratio = RATIO.log().requires_grad_()
-    found = importance_weights(log_ratio, MASK, level=level, mode=mode, low=bounds[0], high=bounds[1])
-    torch.testing.assert_close(found.value, torch.tensor([*values, [0, 0, 0]], **DOUBLE))
-    assert torch.equal(found.keep, found.value != 0)
-    assert not found.value.requires_grad
+    weights = importance_weights(log_ratio, MASK, level=level, mode=mode, low=bounds[0], high=bounds[1])
+    torch.testing.assert_close(weights.value, torch.tensor([*values, [0, 0, 0]], **DOUBLE))
+    assert torch.equal(weights.keep, weights.value != 0)
+    assert not weights.value.requires_grad
 
 
 def test_weights_are_bounded_without_overflow_and_in_float32() -> None:
     log_ratio = torch.tensor([[300.0, -300.0]]).half()
-    found = importance_weights(log_ratio, torch.ones(1, 2), level="token", mode="truncate", high=2.0)
-    assert torch.equal(found.value, torch.tensor([[2.0, 0.0]])) and found.value.dtype == torch.float32
+    weights = importance_weights(log_ratio, torch.ones(1, 2), level="token", mode="truncate", high=2.0)
+    assert torch.equal(weights.value, torch.tensor([[2.0, 0.0]])) and weights.value.dtype == torch.float32
     masked = importance_weights(log_ratio, torch.ones(1, 2), level="token", mode="mask", high=2.0)
     assert torch.equal(masked.keep, torch.tensor([[False, True]]))
 

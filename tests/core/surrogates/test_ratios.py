@@ -100,5 +100,5 @@ def test_ratio_levels_by_hand(level: Any, expected: list[list[float]]) -> None:
     own = torch.tensor([3.0, 5.0, 7.0], **DOUBLE) * MASK
     total = own.sum(1, keepdim=True) * MASK
     count = MASK.sum(1, keepdim=True).clamp(min=1)
-    wanted = {"token": own, "sequence": total / count, "sequence_sum": total, "sequence_token": own}
-    torch.testing.assert_close(slope, wanted[level])
+    slopes = {"token": own, "sequence": total / count, "sequence_sum": total, "sequence_token": own}
+    torch.testing.assert_close(slope, slopes[level])

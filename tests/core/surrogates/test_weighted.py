@@ -110,7 +110,7 @@ def test_cppo_charges_a_token_for_what_its_prefix_moved() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ratio", "gain", "distance", "kept"),
+    ("ratio", "gain", "distance", "keep"),
     [
         (1.5, 1.0, 0.2, False),  # moved up as pushed, too far
         (1.5, 1.0, 0.08, True),  # within limit_high
@@ -121,11 +121,11 @@ def test_cppo_charges_a_token_for_what_its_prefix_moved() -> None:
         (1.0, 1.0, 0.2, True),
     ],
 )
-def test_dppo_drops_what_has_moved_too_far(ratio: float, gain: float, distance: float, kept: bool) -> None:
+def test_dppo_drops_what_has_moved_too_far(ratio: float, gain: float, distance: float, keep: bool) -> None:
     log_r = torch.tensor([math.log(ratio)], **DOUBLE)
     arguments = (torch.tensor([gain]), torch.tensor([distance]))
     value, grad = slope(lambda r: dppo(r, *arguments, **LIMITS), log_r)
-    expected = torch.tensor([-gain * ratio if kept else 0.0], **DOUBLE)
+    expected = torch.tensor([-gain * ratio if keep else 0.0], **DOUBLE)
     torch.testing.assert_close(value, expected)
     torch.testing.assert_close(grad, expected)
     value, grad = slope(lambda p: dppo(log_r, *arguments, **LIMITS, log_prob=p), log_r - 1)

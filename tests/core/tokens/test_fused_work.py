@@ -53,7 +53,7 @@ def test_positions_of_weight_zero() -> None:
     weight = torch.tensor([[1.0, 0.0, 2.0], [0.0, 1.0, 1.0]])
     inside = weight.flatten() != 0
     expected = fused_log_prob_entropy(hidden[inside], head, target[inside], head_bias=bias, sum_p2=True)
-    wanted = gradients(expected, [hidden, head, bias])
+    expected_gradients = gradients(expected, [hidden, head, bias])
     broken = torch.where(inside[:, None], hidden.detach(), NAN).view(2, 3, H).requires_grad_()
     labels = torch.where(inside, target, -100).view(2, 3)
     with Watch() as watch:
@@ -66,7 +66,7 @@ def test_positions_of_weight_zero() -> None:
     part = LogProbEntropy(result.log_prob[weight != 0], result.entropy[weight != 0])
     ours = gradients(part, [broken, head, bias])
     assert torch.equal(ours[0][weight == 0], torch.zeros(2, H, dtype=torch.float64))
-    torch.testing.assert_close((ours[0].view(6, H), *ours[1:]), wanted)
+    torch.testing.assert_close((ours[0].view(6, H), *ours[1:]), expected_gradients)
     upstream = torch.zeros(2, 3, dtype=torch.float64)
     upstream[1, 1:] = torch.tensor([0.0, 3.0])  # of the present positions the last alone
     again = fused_log_prob_entropy(broken, head, labels, weight, head_bias=bias).log_prob

@@ -77,8 +77,8 @@ def test_clip_cov_takes_the_whole_band_when_it_is_small_and_nothing_at_ratio_zer
     assert (dropped == ((covariance >= 0.5) & (covariance <= 5))).all() and dropped.any()
     nothing = clip_cov_thresholds(*arguments, ratio=0.0, cov_low=0.5)
     assert torch.equal(clip_cov_keep(*arguments, nothing), b["weight"] != 0)
-    one = clip_cov_thresholds(*arguments, ratio=1e-9, cov_low=0.5)
-    assert (b["weight"] != 0).sum() - clip_cov_keep(*arguments, one).sum() == 1
+    single = clip_cov_thresholds(*arguments, ratio=1e-9, cov_low=0.5)
+    assert (b["weight"] != 0).sum() - clip_cov_keep(*arguments, single).sum() == 1
 
 
 def test_what_ppo_has_clipped_can_be_left_out_of_the_draw() -> None:
@@ -95,7 +95,7 @@ def test_what_ppo_has_clipped_can_be_left_out_of_the_draw() -> None:
     keep = clip_cov_keep(*arguments, thresholds, excluded=clipped)
     within = torch.tensor(reference_covariance(b) > 5)
     assert torch.equal(keep, (clipped | within) & (b["weight"] != 0))
-    noise = torch.where(clipped, -1.0, b["noise"])  # first in the draw, were they in it
+    noise = torch.where(clipped, -1.0, b["noise"])  # would be drawn first if included
     arguments = (*arguments[:3], noise)
     thresholds = clip_cov_thresholds(*arguments, ratio=0.1, cov_low=-INF, excluded=clipped)
     dropped = (b["weight"] != 0) & ~clip_cov_keep(*arguments, thresholds, excluded=clipped)
@@ -127,8 +127,8 @@ def test_kl_cov_selects_the_top_and_penalises_only_there() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_micro_batches_and_devices_equal_the_whole(dtype: torch.dtype) -> None:
-    whole = batch(12, 8, seed=6)
-    lower = {k: v.to(dtype) for k, v in whole.items() if k != "noise"} | {"noise": whole["noise"]}
+    full_batch = batch(12, 8, seed=6)
+    lower = {k: v.to(dtype) for k, v in full_batch.items() if k != "noise"} | {"noise": full_batch["noise"]}
     moved = {k: v.flip(0) for k, v in lower.items()}
 
     def run(b: dict[str, Tensor], thresholds: list[Any]) -> list[Tensor]:
@@ -156,5 +156,5 @@ def test_micro_batches_and_devices_equal_the_whole(dtype: torch.dtype) -> None:
     filled = {k: v.nan_to_num(nan=7.0) for k, v in lower.items()}
     for mask, other in zip(full, run(filled, look(filled)), strict=True):
         assert torch.equal(mask, other), "what stands in absent places must not matter"
-    alone = run({k: v[:1] for k, v in lower.items()}, look({k: v[:1] for k, v in lower.items()}))
-    assert not torch.equal(alone[0], full[0][:1]), "a micro-batch's own quantile selects other tokens"
+    single = run({k: v[:1] for k, v in lower.items()}, look({k: v[:1] for k, v in lower.items()}))
+    assert not torch.equal(single[0], full[0][:1]), "a micro-batch's own quantile selects other tokens"

@@ -77,10 +77,10 @@ def test_steer_at_the_edges() -> None:
     assert (steer_weights(random(2, 3), torch.ones(2, 3), flat) == 1).all()
     small = steer_thresholds(torch.full((1, 2), 1e-4), torch.ones(1, 2))
     assert small.decay.item() == pytest.approx(-math.log(0.8) / 0.02)
-    sure, one = torch.tensor([[0.0, -INF, -1.0, -800.0]]), torch.ones(1, 4)
-    extreme = steer_change(sure, torch.tensor([[0.0, -1, -900, 0]]), one, torch.tensor([1.0]), one)
+    sure, ones = torch.tensor([[0.0, -INF, -1.0, -800.0]]), torch.ones(1, 4)
+    extreme = steer_change(sure, torch.tensor([[0.0, -1, -900, 0]]), ones, torch.tensor([1.0]), ones)
     assert extreme.isfinite().all() and extreme[0, :2].abs().sum() == 0
-    lost = steer_change(sure, sure[:, [0, 0, 0, 0]], torch.tensor([[NAN, 1, 1, NAN]]), one[0, :1], weight_last())
+    lost = steer_change(sure, sure[:, [0, 0, 0, 0]], torch.tensor([[NAN, 1, 1, NAN]]), ones[0, :1], weight_last())
     assert lost[0, 0].isnan() and lost[0, 3] == 0
     assert steer_weights(lost, weight_last(), flat)[0, 0].isnan()
 
@@ -126,8 +126,8 @@ def test_anchored_loss_over_micro_batches_is_the_square_in_value_and_gradient() 
     logits, weight = random(6, 5, 8), (random(6, 5, seed=1) > -1).double()
     weight[3] = 0
     weight[1, 1:], weight[1, 0] = 0, 1
-    whole = logits.clone().requires_grad_()
-    entropy = nucleus_entropy(whole)
+    full = logits.clone().requires_grad_()
+    entropy = nucleus_entropy(full)
     keep = siren_keep(entropy, weight)
     assert not keep[1].any() and int(keep.any(1).sum()) == 4
     by_hand = torch.stack([entropy[i][keep[i]].mean() for i in (0, 2, 4, 5)]).sum() / 5
@@ -146,10 +146,10 @@ def test_anchored_loss_over_micro_batches_is_the_square_in_value_and_gradient() 
         share.backward()
         total = total + share.detach()
     torch.testing.assert_close(total, square.detach())
-    assert whole.grad is not None and parts.grad is not None and whole.grad.abs().max() > 1e-5
-    torch.testing.assert_close(parts.grad, whole.grad)
+    assert full.grad is not None and parts.grad is not None and full.grad.abs().max() > 1e-5
+    torch.testing.assert_close(parts.grad, full.grad)
     assert (parts.grad[~keep] == 0).all()
-    at_anchor = anchored_entropy_loss(nucleus_entropy(whole), 0.3, 0.3)
-    assert (torch.autograd.grad(at_anchor.sum(), whole)[0] == 0).all()
+    at_anchor = anchored_entropy_loss(nucleus_entropy(full), 0.3, 0.3)
+    assert (torch.autograd.grad(at_anchor.sum(), full)[0] == 0).all()
     none = peak_entropy(torch.full((1, 3), NAN), torch.ones(1, 3), torch.zeros(1, 3, dtype=torch.bool))
     assert none.tolist() == [[0, 0, 0]]

@@ -16,11 +16,11 @@ from visalign.data.sets.tables import read_rows
 from visalign.errors import UserError
 
 
-def pairs_of(folder: Path, said: list[Any], **columns: Any) -> list[float]:
-    rows = [{"prompt": "p", "image_left": f"{k}l", "image_right": f"{k}r", "label": v} for k, v in enumerate(said)]
+def pairs_of(folder: Path, values: list[Any], **columns: Any) -> list[float]:
+    rows = [{"prompt": "p", "image_left": f"{k}l", "image_right": f"{k}r", "label": v} for k, v in enumerate(values)]
     (folder / "a.json").write_text(json.dumps(rows))
-    found = load_preferences(folder / "a.json", columns=Columns(**columns))
-    return [pair.label for pair in found.pairs]
+    dataset = load_preferences(folder / "a.json", columns=Columns(**columns))
+    return [pair.label for pair in dataset.pairs]
 
 
 def test_numbers_that_are_not_plain_ask_for_their_meaning(tmp_path: Path) -> None:
@@ -38,8 +38,8 @@ def test_numbers_that_are_not_plain_ask_for_their_meaning(tmp_path: Path) -> Non
 
 def test_a_wrong_map_is_said(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("file,score\na.png,1\nb.png,2\n")
-    found = load_source(str(tmp_path / "a.csv"), columns=Columns(names={"image": "file", "mos": "score"}))
-    assert isinstance(found, QualitySet) and [r.mos for r in found.records] == [1, 2]
+    rated = load_source(str(tmp_path / "a.csv"), columns=Columns(names={"image": "file", "mos": "score"}))
+    assert isinstance(rated, QualitySet) and [r.mos for r in rated.records] == [1, 2]
     with pytest.raises(UserError, match=r"no column 'scor', which --map mos=scor names. Did you mean 'score'"):
         load_source(str(tmp_path / "a.csv"), columns=Columns(names={"image": "file", "mos": "scor"}))
     with pytest.raises(UserError, match="write OURS=THEIRS"):
@@ -64,9 +64,9 @@ def test_a_set_without_images_is_read_where_none_is_opened(tmp_path: Path) -> No
     (tmp_path / "a.csv").write_text("label,m_left,m_right\nleft,1,0\nright,1,2\n")
     with pytest.raises(UserError, match="lacks the columns 'prompt', 'image_left', 'image_right'"):
         load_source(str(tmp_path / "a.csv"))
-    found = load_source(str(tmp_path / "a.csv"), columns=Columns(has_images=False))
-    assert isinstance(found, PreferenceSet) and len({pair.group for pair in found.pairs}) == 2
-    assert found.pairs[0].extra == {"m_left": "1", "m_right": "0"}
+    dataset = load_source(str(tmp_path / "a.csv"), columns=Columns(has_images=False))
+    assert isinstance(dataset, PreferenceSet) and len({pair.group for pair in dataset.pairs}) == 2
+    assert dataset.pairs[0].extra == {"m_left": "1", "m_right": "0"}
     (tmp_path / "q.csv").write_text("mos,m\n1,2\n3,4\n")
     rated = load_source(str(tmp_path / "q.csv"), columns=Columns(has_images=False))
     assert isinstance(rated, QualitySet) and len({record.image for record in rated.records}) == 2
@@ -75,10 +75,10 @@ def test_a_set_without_images_is_read_where_none_is_opened(tmp_path: Path) -> No
 def test_scores_are_joined_by_image(tmp_path: Path) -> None:
     rows = [{"prompt": "p", "image_left": f"im/{k}.png", "image_right": "im/9.png", "label": 1} for k in range(3)]
     (tmp_path / "set.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    found = load_preferences(tmp_path / "set.jsonl")
+    dataset = load_preferences(tmp_path / "set.jsonl")
     wide = "image,good\n" + "".join(f"elsewhere/{k}.png,{k}\n" for k in (0, 1, 2, 9))
     (tmp_path / "wide.csv").write_text(wide)
-    both = join_scores(found, tmp_path / "wide.csv")
+    both = join_scores(dataset, tmp_path / "wide.csv")
     assert isinstance(both, PreferenceSet)
     assert [p.extra["good_left"] for p in both.pairs] == ["0", "1", "2"]
     assert {p.extra["good_right"] for p in both.pairs} == {"9"}
@@ -86,10 +86,10 @@ def test_scores_are_joined_by_image(tmp_path: Path) -> None:
     long += "im/0.png,b,1,x,\nim/9.png,b,2,x,\n"
     (tmp_path / "long.csv").write_text(long)
     with pytest.warns(UserWarning, match="scores for 1 of 3 records"):
-        some = join_scores(found, tmp_path / "long.csv")
+        some = join_scores(dataset, tmp_path / "long.csv")
     assert isinstance(some, PreferenceSet)
     scores = {"a_left": "0.5", "b_left": "1", "a_right": "0.25", "b_right": "2", "a_std_right": "0.1"}
     assert some.pairs[0].extra == scores
     (tmp_path / "none.csv").write_text("image,good\nother.png,1\n")
     with pytest.raises(UserError, match="None of the images of 'set' is in"):
-        join_scores(found, tmp_path / "none.csv")
+        join_scores(dataset, tmp_path / "none.csv")

@@ -19,8 +19,8 @@ def _file(folder: Path, *rows: dict[str, Any]) -> Path:
     return path
 
 
-def _judged(*said: tuple[str, str, float | str]) -> list[dict[str, Any]]:
-    return [{"prompt": prompt, "completion": text, "reward": reward} for prompt, text, reward in said]
+def _judged(*rows: tuple[str, str, float | str]) -> list[dict[str, Any]]:
+    return [{"prompt": prompt, "completion": text, "reward": reward} for prompt, text, reward in rows]
 
 
 PAIR = {"prompt": "p", "chosen": "good", "rejected": "bad"}
@@ -29,11 +29,11 @@ VOTE = {"prompt": "p", "completion": "good", "label": True}
 
 def test_pairs_are_read_with_conversations(tmp_path):
     """TRL's conversational layout: a list of messages, and completions of one message."""
-    asked = [{"role": "user", "content": "hello?"}]
-    said = {"chosen": "Hi.", "rejected": "No."}
-    talk = {n: [{"role": "assistant", "content": text}] for n, text in said.items()}
-    found = load_pairs(_file(tmp_path, {**PAIR, "more": 1}, {"prompt": asked, **talk}))
-    assert found.records == [{**PAIR, "more": 1}, {"prompt": asked, **said}] and not found.left_out
+    messages = [{"role": "user", "content": "hello?"}]
+    texts = {"chosen": "Hi.", "rejected": "No."}
+    talk = {n: [{"role": "assistant", "content": text}] for n, text in texts.items()}
+    pairs = load_pairs(_file(tmp_path, {**PAIR, "more": 1}, {"prompt": messages, **talk}))
+    assert pairs.records == [{**PAIR, "more": 1}, {"prompt": messages, **texts}] and not pairs.left_out
 
 
 def test_the_text_that_two_completions_begin_with_is_their_prompt(tmp_path):
@@ -45,8 +45,8 @@ def test_the_text_that_two_completions_begin_with_is_their_prompt(tmp_path):
 
 def test_the_best_and_the_worst_of_judged_completions_become_a_pair(tmp_path):
     rows = _judged(("p", "mid", 0.5), ("q", "x", 1), ("p", "bad", 0), ("p", "good", 1), ("q", "y", 1))
-    found = load_pairs(_file(tmp_path, *rows, *_judged(("r", "same", 0), ("r", "same", 1))))
-    assert found.records == [PAIR] and found.left_out == {"equal": 1, "ties": 1}
+    pairs = load_pairs(_file(tmp_path, *rows, *_judged(("r", "same", 0), ("r", "same", 1))))
+    assert pairs.records == [PAIR] and pairs.left_out == {"equal": 1, "ties": 1}
     with pytest.raises(UserError, match="no pair of completions of which one is better: left out 1 ties"):
         load_pairs(_file(tmp_path, *_judged(("q", "x", 1), ("q", "y", 1))))
 
@@ -54,8 +54,8 @@ def test_the_best_and_the_worst_of_judged_completions_become_a_pair(tmp_path):
 def test_what_a_tool_wrote_goes_with_the_completions(tmp_path):
     rows = _judged(("p", "good", 1), ("p", "bad", 0))
     pair = {**PAIR, "chosen_tool_answers": [[1, 2]]}
-    judged = _file(tmp_path, {**rows[0], "tool_answers": [[1, 2]]}, {**rows[1], "tool_answers": None})
-    assert load_pairs(judged).records == [pair]
+    path = _file(tmp_path, {**rows[0], "tool_answers": [[1, 2]]}, {**rows[1], "tool_answers": None})
+    assert load_pairs(path).records == [pair]
     good, bad = load_votes(_file(tmp_path, pair)).records
     assert good["tool_answers"] == [[1, 2]] and "tool_answers" not in bad
 
@@ -64,10 +64,10 @@ def test_votes_come_from_labels_pairs_and_rewards(tmp_path):
     bad = {"prompt": "p", "completion": "bad", "label": False}
     assert load_votes(_file(tmp_path, VOTE, {**bad, "label": 0})).records == [VOTE, bad]
     assert load_votes(_file(tmp_path, PAIR)).records == [VOTE, bad]
-    judged = _file(tmp_path, *_judged(("p", "good", 0.7), ("p", "bad", 0.2)))
-    assert [r["label"] for r in load_votes(judged, threshold=0.5).records] == [True, False]
+    path = _file(tmp_path, *_judged(("p", "good", 0.7), ("p", "bad", 0.2)))
+    assert [r["label"] for r in load_votes(path, threshold=0.5).records] == [True, False]
     with pytest.raises(UserError, match="all 2 votes are bad; KTO learns from both"):
-        load_votes(judged)
+        load_votes(path)
 
 
 @pytest.mark.parametrize("load", [load_pairs, load_votes])
@@ -82,8 +82,8 @@ def test_equal_completions_are_refused_or_left_out(tmp_path):
     path = _file(tmp_path, {**PAIR, "rejected": "good"}, PAIR)
     with pytest.raises(UserError, match=r"1 of 2 records of .* have equal completions: rows 1\."):
         load_pairs(path)
-    found = load_pairs(path, unusable="drop")
-    assert found.records == [PAIR] and found.left_out == {"equal": 1}
+    pairs = load_pairs(path, unusable="drop")
+    assert pairs.records == [PAIR] and pairs.left_out == {"equal": 1}
 
 
 @pytest.mark.parametrize(

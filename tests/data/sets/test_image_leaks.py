@@ -45,8 +45,8 @@ def test_an_image_under_two_names_is_found(
     files: list[str], tmp_path: Path, copy: Callable[[Path, Path], None]
 ) -> None:
     copy(Path(files[1]), tmp_path / "copy.png")
-    (first, second), *others = shared_images({"train": files[:2], "heldout": [str(tmp_path / "copy.png")]})
-    assert (first, second) == ((files[1], "train"), (str(tmp_path / "copy.png"), "heldout")) and not others
+    (first, second), *rest = shared_images({"train": files[:2], "heldout": [str(tmp_path / "copy.png")]})
+    assert (first, second) == ((files[1], "train"), (str(tmp_path / "copy.png"), "heldout")) and not rest
 
 
 def test_a_set_with_splits_is_refused_by_image(files: list[str], tmp_path: Path) -> None:

@@ -35,9 +35,9 @@ def preferences(name: str, folder: Path, **options: Any) -> PreferenceSet:
 
 
 def quality(source: str, split: str | None = None) -> QualitySet:
-    found = load_source(source, split=split)
-    assert isinstance(found, QualitySet)
-    return found
+    dataset = load_source(source, split=split)
+    assert isinstance(dataset, QualitySet)
+    return dataset
 
 
 def test_hpdv2(tmp_path: Path) -> None:
@@ -60,14 +60,14 @@ def test_hpdv3_mixes_the_sides_of_its_winners(tmp_path: Path) -> None:
     names = {"model1": "flux", "model2": "sd2", "choice_dist": [12, 7], "confidence": 0.99}
     rows = [{"prompt": f"prompt {k}", "path1": f"{k}-won.jpg", "path2": f"{k}-lost.jpg"} for k in range(60)]
     (tmp_path / "test.json").write_text(json.dumps([row | names for row in rows]))
-    found = preferences("hpdv3", tmp_path)
-    won = [pair.image_left if pair.label == 1 else pair.image_right for pair in found.pairs]
+    dataset = preferences("hpdv3", tmp_path)
+    won = [pair.image_left if pair.label == 1 else pair.image_right for pair in dataset.pairs]
     assert all("won" in name for name in won)
-    assert 10 < sum(pair.label == 1.0 for pair in found.pairs) < 50
-    for pair in found.pairs:
+    assert 10 < sum(pair.label == 1.0 for pair in dataset.pairs) < 50
+    for pair in dataset.pairs:
         assert pair.votes == ((12, 7, 0) if pair.label else (7, 12, 0))
         assert (pair.generator_left if pair.label else pair.generator_right) == "flux"
-    assert [finding.kind for finding in check_preferences(found, files=False)] == []
+    assert [finding.kind for finding in check_preferences(dataset, files=False)] == []
     assert len(preferences("hpdv3", tmp_path, limit=7)) == 7
 
 
@@ -89,11 +89,11 @@ def test_pick_a_pic_reads_images_inside_its_files(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     path = tmp_path / "data" / "validation_unique-00000-of-00001-abc.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=2)
-    found = preferences("pick_a_pic", tmp_path, split="validation_unique")
-    assert [pair.prompt for pair in found.pairs] == [f"prompt {k}" for k in (0, 1, 2, 3, 5)]
-    assert [pair.label for pair in found.pairs] == [1.0, 0.0, 0.5, 1.0, 0.5]
-    assert np.asarray(resolve_image(found.pairs[-1].image_right))[0, 0, 0] == 105
-    assert check_preferences(found)[0].kind == "ties"  # the file is there, so no image is missing
+    dataset = preferences("pick_a_pic", tmp_path, split="validation_unique")
+    assert [pair.prompt for pair in dataset.pairs] == [f"prompt {k}" for k in (0, 1, 2, 3, 5)]
+    assert [pair.label for pair in dataset.pairs] == [1.0, 0.0, 0.5, 1.0, 0.5]
+    assert np.asarray(resolve_image(dataset.pairs[-1].image_right))[0, 0, 0] == 105
+    assert check_preferences(dataset)[0].kind == "ties"  # the file is there, so no image is missing
 
 
 def test_image_reward_in_both_forms(tmp_path: Path) -> None:
@@ -101,9 +101,9 @@ def test_image_reward_in_both_forms(tmp_path: Path) -> None:
     (tmp_path / "data" / "test.json").write_text(
         '[{"id": "5-7", "prompt": "a cat", "generations": ["p/0.webp", "p/1.webp", "p/2.webp"], "ranking": [1, 3, 3]}]'
     )
-    found = preferences("image_reward", tmp_path)
-    assert [pair.label for pair in found.pairs] == [1.0, 1.0, 0.5] and found.pairs[0].prompt_id == "5-7"
-    assert found.pairs[0].image_left == str(tmp_path / "data" / "test_images" / "p" / "0.webp")
+    dataset = preferences("image_reward", tmp_path)
+    assert [pair.label for pair in dataset.pairs] == [1.0, 1.0, 0.5] and dataset.pairs[0].prompt_id == "5-7"
+    assert dataset.pairs[0].image_left == str(tmp_path / "data" / "test_images" / "p" / "0.webp")
     names = {"prompt_id": "p1", "prompt": "a cat", "classification": "Animals"}
     table = [names | {"image_path": f"images/{k}.webp", "rank": rank} for k, rank in enumerate((2, 1))]
     (tmp_path / "db").mkdir()
@@ -121,10 +121,10 @@ def test_genai_bench(tmp_path: Path) -> None:
     (tmp_path / "image_generation").mkdir()
     path = tmp_path / "image_generation" / "test_v1-00000-of-00001.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    found = load_source(f"genai_bench:{tmp_path}")
-    assert isinstance(found, PreferenceSet)
-    assert [pair.label for pair in found.pairs] == [1.0, 0.0, 0.5, 0.5]
-    assert np.asarray(resolve_image(found.pairs[0].image_right))[0, 0, 0] == 2
+    dataset = load_source(f"genai_bench:{tmp_path}")
+    assert isinstance(dataset, PreferenceSet)
+    assert [pair.label for pair in dataset.pairs] == [1.0, 0.0, 0.5, 0.5]
+    assert np.asarray(resolve_image(dataset.pairs[0].image_right))[0, 0, 0] == 2
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([rows[0] | {"vote_type": "maybe"}]), path)
     with pytest.raises(UserError, match=r"vote_type is 'maybe'; allowed: leftvote"):
         load_source(f"genai_bench:{tmp_path}")
@@ -134,14 +134,14 @@ def test_kadid10k(tmp_path: Path) -> None:
     (tmp_path / "dmos.csv").write_text(
         "dist_img,ref_img,dmos,var\nI01_01_01.png,I01.png,4.57,0.496\nI01_07_05.png,I01.png,1.17,0.21\n"
     )
-    found = quality(f"kadid10k:{tmp_path}")
-    record = found.records[1]
+    dataset = quality(f"kadid10k:{tmp_path}")
+    record = dataset.records[1]
     assert (record.image, record.category, record.reference) == (
         str(tmp_path / "images" / "I01_07_05.png"),
         "07",
         "I01.png",
     )
-    assert found.records[0].std == pytest.approx(0.7043, abs=1e-4) and found.higher_is_better
+    assert dataset.records[0].std == pytest.approx(0.7043, abs=1e-4) and dataset.higher_is_better
 
 
 def test_koniq10k_and_spaq(tmp_path: Path) -> None:
@@ -150,8 +150,8 @@ def test_koniq10k_and_spaq(tmp_path: Path) -> None:
         "image_name,c1,c2,c3,c4,c5,c_total,MOS,SD,set\n1.jpg,0,0,25,73,7,105,3.83,0.53,training\n"
         "2.jpg,0,3,45,47,1,96,3.48,0.58,test\n"
     )
-    found = quality(f"koniq10k:{tmp_path}", split="test")
-    assert [(r.mos, r.std, r.resolution) for r in found.records] == [(3.48, 0.58, "512x384")]
+    dataset = quality(f"koniq10k:{tmp_path}", split="test")
+    assert [(r.mos, r.std, r.resolution) for r in dataset.records] == [(3.48, 0.58, "512x384")]
     with pytest.raises(UserError, match=r"Splits: test, training"):
         quality(f"koniq10k:{tmp_path}", split="dev")
     (tmp_path / "Annotations").mkdir()

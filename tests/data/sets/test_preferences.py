@@ -41,11 +41,11 @@ def test_labels_and_votes(tmp_path: Path) -> None:
         {**row(votes=[3, 1]), "label": 0.75},
         {k: v for k, v in row(votes_left=2, votes_right=5, votes_tie=1).items() if k != "label"},
     ]
-    found = load_preferences(write(tmp_path / "set.jsonl", rows))
-    assert [pair.label for pair in found.pairs] == [1.0, 0.5, 0.25, 0.75, 2.5 / 8]
-    assert found.pairs[3].votes == (3, 1, 0) and found.pairs[4].votes == (2, 5, 1)
-    assert found.pairs[0].image_left == str(tmp_path / "l.png")
-    assert found.pairs[1].extra == {"score_left": 1.5} and found.rows == (1, 2, 3, 4, 5)
+    dataset = load_preferences(write(tmp_path / "set.jsonl", rows))
+    assert [pair.label for pair in dataset.pairs] == [1.0, 0.5, 0.25, 0.75, 2.5 / 8]
+    assert dataset.pairs[3].votes == (3, 1, 0) and dataset.pairs[4].votes == (2, 5, 1)
+    assert dataset.pairs[0].image_left == str(tmp_path / "l.png")
+    assert dataset.pairs[1].extra == {"score_left": 1.5} and dataset.rows == (1, 2, 3, 4, 5)
 
 
 def test_all_formats_agree(tmp_path: Path) -> None:
@@ -59,13 +59,13 @@ def test_all_formats_agree(tmp_path: Path) -> None:
     )
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     sets = [load_preferences(tmp_path / f"a.{ending}") for ending in ("jsonl", "json", "csv", "tsv", "parquet")]
-    assert all(found.pairs == sets[0].pairs for found in sets) and len(sets[0]) == 2
+    assert all(dataset.pairs == sets[0].pairs for dataset in sets) and len(sets[0]) == 2
 
 
 def test_rows_written_are_read_back(tmp_path: Path) -> None:
     pairs = shapes_pairs(4).pairs
-    found = load_preferences(write_rows(tmp_path / "new" / "set.jsonl", pairs))
-    assert found.pairs == pairs
+    dataset = load_preferences(write_rows(tmp_path / "new" / "set.jsonl", pairs))
+    assert dataset.pairs == pairs
     with pytest.raises(UserError, match=r"nothing is overwritten"):
         write_rows(tmp_path / "new" / "set.jsonl", pairs)
 
@@ -132,8 +132,8 @@ def test_what_means_nothing_is_refused() -> None:
 
 def test_what_is_odd_is_reported() -> None:
     rows = pairs_of(BASE, BASE, MIRRORED | {"label": 0.0}, MIRRORED, BASE | {"label": 0.5})
-    found = check_preferences(rows, files=False)
-    counts = {finding.kind: finding.count for finding in found}
+    findings = check_preferences(rows, files=False)
+    counts = {finding.kind: finding.count for finding in findings}
     assert counts == {"disagreement": 1, "ties": 1}
     same = check_preferences(pairs_of(BASE, BASE | {"image_left": "r.png", "label": 0.0}), files=False)
     assert [finding.kind for finding in same] == ["same_image"]
@@ -151,9 +151,9 @@ def test_rows_of_annotators_are_votes_and_only_the_same_voice_repeats_itself() -
     )
     counts = {finding.kind: finding.count for finding in check_preferences(rows, files=False)}
     assert counts == {"duplicates": 1, "disagreement": 1, "ties": 1}
-    kept = without_duplicates(rows)
-    assert len(kept) == 5
-    summed, (finding,) = summed_votes(kept)
+    unique = without_duplicates(rows)
+    assert len(unique) == 5
+    summed, (finding,) = summed_votes(unique)
     (pair,) = summed.pairs
     assert (pair.votes, pair.label, pair.annotator) == ((2, 2, 1), 0.5, None)
     assert pair.ballots == (("ann", 1.0), ("bob", 1.0), ("cat", 0.0), ("dan", 0.5), ("bob", 0.0))
@@ -168,18 +168,18 @@ def test_rows_without_a_name_are_votes_and_tallies_repeat() -> None:
     tally = {"label": 0.75, "votes": (3, 1, 0)}
     again = without_duplicates(pairs_of(BASE | tally, MIRRORED | {"label": 0.25, "votes": (1, 3, 0)}))
     assert len(again) == 1 and summed_votes(again) == (again, [])
-    alone, none = summed_votes(pairs_of(BASE, BASE | {"prompt": "a dog", "annotator": "ann"}))
-    assert [pair.votes for pair in alone.pairs] == [None, (1, 0, 0)] and not none
+    single, none = summed_votes(pairs_of(BASE, BASE | {"prompt": "a dog", "annotator": "ann"}))
+    assert [pair.votes for pair in single.pairs] == [None, (1, 0, 0)] and not none
 
 
 def test_tables_of_votes_are_read_and_written(tmp_path: Path) -> None:
     names = {"generator_left": "sd3", "generator_right": "flux"}
     rows = [row(annotator=7, **names), row(annotator=8, label="right", **names), row(model_left="1.5")]
-    found = load_preferences(write(tmp_path / "set.jsonl", rows))
-    assert [pair.annotator for pair in found.pairs] == ["7", "8", None]
-    assert (found.pairs[0].generator_left, found.pairs[0].generator_right) == ("sd3", "flux")
-    assert found.pairs[2].generator_left is None and found.pairs[2].extra == {"model_left": "1.5"}
-    summed, _ = summed_votes(found)
+    dataset = load_preferences(write(tmp_path / "set.jsonl", rows))
+    assert [pair.annotator for pair in dataset.pairs] == ["7", "8", None]
+    assert (dataset.pairs[0].generator_left, dataset.pairs[0].generator_right) == ("sd3", "flux")
+    assert dataset.pairs[2].generator_left is None and dataset.pairs[2].extra == {"model_left": "1.5"}
+    summed, _ = summed_votes(dataset)
     again = load_preferences(write_rows(tmp_path / "again.jsonl", summed.pairs))
     assert again.pairs == summed.pairs and again.pairs[0].ballots == (("7", 1.0), ("8", 0.0))
     with pytest.raises(UserError, match=r"ballots must be pairs .*got \[\[1, 2\]\]"):
@@ -195,8 +195,8 @@ def test_sides_are_mixed_the_same_way_always() -> None:
     turned = pair.swapped()
     assert (turned.votes, turned.generator_right, turned.extra) == ((1, 2, 3), "a", {"x_right": 1, "y": 2})
     assert turned.swapped() == pair
-    said = {"prob": 0.25, "a_prob": "0.25", "b_prob": 0.25, "b_prob_swapped": 0.5, "c_prob": "none"}
-    turned = PreferencePair(**BASE, label=1.0, extra=said).swapped()
+    extra = {"prob": 0.25, "a_prob": "0.25", "b_prob": 0.25, "b_prob_swapped": 0.5, "c_prob": "none"}
+    turned = PreferencePair(**BASE, label=1.0, extra=extra).swapped()
     assert turned.extra == {
         "prob": 0.75, "a_prob": 0.75, "b_prob_swapped": 0.25, "b_prob": 0.5, "c_prob": "none",
     }  # fmt: skip
@@ -204,9 +204,9 @@ def test_sides_are_mixed_the_same_way_always() -> None:
 
 def test_quality_sets(tmp_path: Path) -> None:
     good = [{"image": "a.png", "mos": 1.0, "std": 0.1}, {"image": "b.png", "mos": "3"}]
-    found = load_quality(write(tmp_path / "q.jsonl", good))
-    assert [record.mos for record in found.records] == [1.0, 3.0] and found.higher_is_better
-    assert check_quality(found, files=False) == []
+    dataset = load_quality(write(tmp_path / "q.jsonl", good))
+    assert [record.mos for record in dataset.records] == [1.0, 3.0] and dataset.higher_is_better
+    assert check_quality(dataset, files=False) == []
     mixed = [entry | {"higher_is_better": k == 0} for k, entry in enumerate(good)]
     with pytest.raises(UserError, match=r"higher_is_better must be true or false, and the same in all rows"):
         load_quality(write(tmp_path / "q.jsonl", mixed))
@@ -258,7 +258,7 @@ def test_images_inside_parquet_are_read_as_references(tmp_path: Path, right: Any
 
 
 def test_messages_list_the_columns_of_the_file(tmp_path: Path) -> None:
-    """Not ours after a mapping, and also those with an empty cell."""
+    """Not our names after a mapping; columns with an empty cell too."""
     path = tmp_path / "a.csv"
     path.write_text("caption,one,other,score\na,l.png,,1\n")
     two = {"prompt": "caption", "image_left": "one"}

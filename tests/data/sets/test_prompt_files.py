@@ -84,8 +84,8 @@ def test_a_source_may_be_a_list_of_images(tmp_path):
     black = torch.zeros(3, 2, 2)
     memory = [record_key({"prompt": "a", "source": [black, torch.ones(3, 2, n)]}) for n in (2, 3, 2)]
     assert memory[0] == memory[2] != memory[1]
-    one = r"line 1: the source is \[.*; give the path of an image, one, since the model edits one image"
-    with pytest.raises(UserError, match=one):
+    message = r"line 1: the source is \[.*; give the path of an image, one, since the model edits one image"
+    with pytest.raises(UserError, match=message):
         load_prompts(file, edits="needed", several=False)
     file.write_text(json.dumps({"prompt": "a", "source": names[:1]}))
     assert len(load_prompts(file, edits="needed", several=False)) == 1

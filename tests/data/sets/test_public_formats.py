@@ -127,9 +127,9 @@ def test_demonstrations_of_public_sets(tmp_path, row):
 
 def task(index, *results, by=1, **data):
     entries = [{"from_name": name, "to_name": "x", "type": kind, "value": value} for name, kind, value in results]
-    kept = {"completed_by": {"id": by, "email": f"{by}@x.org"}, "result": entries, "was_cancelled": False}
+    submitted = {"completed_by": {"id": by, "email": f"{by}@x.org"}, "result": entries, "was_cancelled": False}
     skipped = {"completed_by": 9, "result": [], "was_cancelled": True}
-    return {"id": index, "data": data, "annotations": [kept, skipped], "predictions": []}
+    return {"id": index, "data": data, "annotations": [submitted, skipped], "predictions": []}
 
 
 RATED = [
@@ -243,8 +243,8 @@ def test_odd_ratings_are_reported(tmp_path):
     lines = [f"{i}.png,ann,{(1, 3, 4, 5, 55)[i % 5 if i < 5 else i % 4]}" for i in range(20)]
     ratings = load_source(str(save(tmp_path / "a.csv", "\n".join(["image,rater,score", *lines]))))
     assert isinstance(ratings, QualitySet)
-    one, far = [finding.message for finding in check_quality(ratings, files=False)]
-    assert "All 20 ratings are by one rater, ann" in one
+    single_rater, far = [finding.message for finding in check_quality(ratings, files=False)]
+    assert "All 20 ratings are by one rater, ann" in single_rater
     assert far == "1 scores are far from the others (1 to 5): 55 in row 6. Check them."
 
 
@@ -269,8 +269,8 @@ def test_what_is_a_dataset_of_the_hub(tmp_path, monkeypatch):
 
 
 def test_a_dataset_that_cannot_be_reached_is_named(monkeypatch):
-    for place in ("visalign.hub", "visalign.data.sets.hub_datasets"):
-        monkeypatch.setattr(f"{place}.go_offline_if_unreachable", lambda: "no route")
+    for module in ("visalign.hub", "visalign.data.sets.hub_datasets"):
+        monkeypatch.setattr(f"{module}.go_offline_if_unreachable", lambda: "no route")
     message = r"no file or folder 'no/such' here. The dataset no/such is not in the .* cannot be reached \(no route\)"
     with pytest.raises(UserError, match=message):
         load_source("no/such:test")

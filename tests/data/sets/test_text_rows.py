@@ -34,8 +34,8 @@ def test_the_side_of_the_chosen_is_drawn_and_conversations_come_back():
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
     sides = set()
     for number in range(8):
-        asked = [*turns, {"role": "user", "content": "?"}]
-        chosen, rejected = ([*asked, {"role": "assistant", "content": f"{w}{number}"}] for w in ("good", "bad"))
+        prompt = [*turns, {"role": "user", "content": "?"}]
+        chosen, rejected = ([*prompt, {"role": "assistant", "content": f"{w}{number}"}] for w in ("good", "bad"))
         row = refer_to_texts({"chosen": chosen, "rejected": rejected})
         assert row[f"image_{row['label']}"] == f"text://good{number}"
         assert text_prompt(row["prompt"]) == chosen[:-1]

@@ -47,7 +47,7 @@ def test_a_pair_is_a_function_of_its_number():
 
 def test_kinds_differ_in_what_they_say():
     by_kind = {kind: [pair for pair in PAIRS if pair.kind == kind] for kind in KINDS}
-    assert all(len(found) > 150 for found in by_kind.values())
+    assert all(len(pairs) > 150 for pairs in by_kind.values())
     for pair in by_kind["quality"]:
         assert pair.left.objects == pair.right.objects and pair.left.style == pair.right.style
     for pair in by_kind["richness"]:
@@ -59,9 +59,9 @@ def test_kinds_differ_in_what_they_say():
 
 
 def test_votes_have_the_stated_probability():
-    given = [pair for pair in PAIRS if 0.05 < pair.prob < 0.95]
-    assert len(given) > 200 and all(sum(pair.votes) == 9 for pair in PAIRS)
-    z = [(pair.votes[0] - 9 * pair.prob) / np.sqrt(9 * pair.prob * (1 - pair.prob)) for pair in given]
+    undecided = [pair for pair in PAIRS if 0.05 < pair.prob < 0.95]
+    assert len(undecided) > 200 and all(sum(pair.votes) == 9 for pair in PAIRS)
+    z = [(pair.votes[0] - 9 * pair.prob) / np.sqrt(9 * pair.prob * (1 - pair.prob)) for pair in undecided]
     assert abs(np.mean(z)) < 0.2 and 0.85 < np.std(z) < 1.15
     clear = [pair for pair in PAIRS if pair.is_clear]
     assert all(abs(pair.utility[0] - pair.utility[1]) >= CLEAR for pair in clear)
@@ -71,12 +71,12 @@ def test_votes_have_the_stated_probability():
 
 
 def test_ratings_follow_quality():
-    given = [WORLD.quality(n) for n in range(600)]
-    truth = np.array([1 + 4 * item.scene.quality for item in given])
-    mos = np.array([item.mos for item in given])
+    items = [WORLD.quality(n) for n in range(600)]
+    truth = np.array([1 + 4 * item.scene.quality for item in items])
+    mos = np.array([item.mos for item in items])
     assert np.corrcoef(truth, mos)[0, 1] > 0.9 and mos.min() >= 1 and mos.max() <= 5
-    assert np.mean([item.std for item in given if item.scene.quality < 0.5]) > 2 * np.mean(
-        [item.std for item in given if item.scene.quality == 1]
+    assert np.mean([item.std for item in items if item.scene.quality < 0.5]) > 2 * np.mean(
+        [item.std for item in items if item.scene.quality == 1]
     )
     assert ShapesPreferences(0, annotators=1).quality(0).std == 0
 
@@ -86,10 +86,10 @@ def test_neighbours_differ_in_one_word():
     rng = np.random.default_rng(0)
     for record in train_prompts()[::97]:
         for _ in range(5):
-            one, two = record["prompt"].split(), near.near(record, rng)["prompt"].split()
-            one, two = (["a" if word == "an" else word for word in words] for words in (one, two))
-            assert len(one) == len(two) and sum(a != b for a, b in zip(one, two, strict=True)) <= 1
-            assert record["prompt"] != " ".join(two)
+            first, second = record["prompt"].split(), near.near(record, rng)["prompt"].split()
+            first, second = (["a" if word == "an" else word for word in words] for words in (first, second))
+            assert len(first) == len(second) and sum(a != b for a, b in zip(first, second, strict=True)) <= 1
+            assert record["prompt"] != " ".join(second)
     lonely = Neighbours([parse_prompt("a circle"), parse_prompt("two red squares")])
     assert lonely.near(parse_prompt("a big cross"), rng)["prompt"] in ("a circle", "two red squares")
 

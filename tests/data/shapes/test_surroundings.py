@@ -37,14 +37,14 @@ def test_specks_are_no_objects_to_the_verifier() -> None:
 
 def test_no_drawn_ground_comes_near_a_held_out_one() -> None:
     rng, drawn = np.random.default_rng(4), scenes(300)
-    found = [surround([scene], rng)[0] for scene in drawn]
-    others = [new for new, old in zip(found, drawn, strict=True) if new.background != old.background]
-    assert len(others) > 150 and all(is_visible(scene, scene.background) for scene in others)
-    colors = [s.background for s in others]
-    colors += [s.canvas.color for s in found if s.canvas and s.canvas.color != s.background]
-    for held in HELDOUT_GROUNDS.values():
-        assert np.linalg.norm(np.array(colors, dtype=float) - held, axis=1).min() >= 48.0
-    kinds = {(bool(s.specks), s.canvas is not None) for s in found}
+    surrounded = [surround([scene], rng)[0] for scene in drawn]
+    changed = [new for new, old in zip(surrounded, drawn, strict=True) if new.background != old.background]
+    assert len(changed) > 150 and all(is_visible(scene, scene.background) for scene in changed)
+    colors = [s.background for s in changed]
+    colors += [s.canvas.color for s in surrounded if s.canvas and s.canvas.color != s.background]
+    for ground in HELDOUT_GROUNDS.values():
+        assert np.linalg.norm(np.array(colors, dtype=float) - ground, axis=1).min() >= 48.0
+    kinds = {(bool(s.specks), s.canvas is not None) for s in surrounded}
     assert len(kinds) == 4, "specks and canvases come together and alone"
 
 
@@ -61,8 +61,8 @@ def test_an_image_lies_on_its_canvas() -> None:
 def test_images_without_surroundings_stay_and_votes_always_do() -> None:
     plain, wide = ShapesPreferences(7), ShapesPreferences(7, surroundings=1.0)
     pairs = [(plain.pair(n), wide.pair(n)) for n in range(20)]
-    for one, other in pairs:
-        assert (one.votes, one.utility, one.record) == (other.votes, other.utility, other.record)
-        assert one.left.objects == other.left.objects and one.left.canvas is None and not one.left.specks
+    for first, second in pairs:
+        assert (first.votes, first.utility, first.record) == (second.votes, second.utility, second.record)
+        assert first.left.objects == second.left.objects and first.left.canvas is None and not first.left.specks
     assert sum((a.images()[0] != b.images()[0]).any() for a, b in pairs) >= 15
     assert any(b.left.background == b.right.background for _, b in pairs)

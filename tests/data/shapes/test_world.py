@@ -31,14 +31,14 @@ def draw(count: int, seed: int) -> list[scenes.Scene]:
 def wrongly_accepted(chosen: list[scenes.Scene], records: list[prompts.Record]) -> tuple[int, int]:
     """(images called correct that are not, images that truly are not)."""
     truth = [verifier.verify_scene(scene, record).correct for scene, record in zip(chosen, records, strict=True)]
-    said = [verdict.correct for verdict in verifier.verify(render.render_many(chosen), records)]
-    return sum(s and not t for s, t in zip(said, truth, strict=True)), sum(not t for t in truth)
+    verdicts = [verdict.correct for verdict in verifier.verify(render.render_many(chosen), records)]
+    return sum(s and not t for s, t in zip(verdicts, truth, strict=True)), sum(not t for t in truth)
 
 
 def test_heldout_combinations_never_occur_in_training() -> None:
     train = {prompts.combination(r) for r in prompts.train_prompts()}
-    held = {prompts.combination(r) for r in prompts.heldout_prompts()}
-    assert not train & held
+    heldout = {prompts.combination(r) for r in prompts.heldout_prompts()}
+    assert not train & heldout
     assert len(prompts.heldout_prompts()) >= 200
     assert {r["tag"] for r in prompts.heldout_prompts()} == set(prompts.CATEGORIES)
 
@@ -89,11 +89,11 @@ def test_the_same_seed_gives_the_same_image() -> None:
 
 def test_style_adds_detail_and_distortion_takes_quality_away() -> None:
     base = draw(1, 3)[0]
-    seen = {
+    images = {
         style: render.render(scenes.sample_scene(base.record, np.random.default_rng(1), style=style))
         for style in scenes.STYLES
     }
-    counts = {style: len(np.unique(image.reshape(-1, 3), axis=0)) for style, image in seen.items()}
+    counts = {style: len(np.unique(image.reshape(-1, 3), axis=0)) for style, image in images.items()}
     assert counts["flat"] < counts["outlined"] < counts["shaded"] < counts["textured"]
     for kind in scenes.DISTORTIONS[1:]:
         change = [
@@ -112,8 +112,8 @@ def test_the_verifier_agrees_with_the_truth(kind: str, floor: float) -> None:
 
 def test_an_image_of_another_prompt_of_its_category_is_wrong() -> None:
     chosen, rng = draw(900, 13), np.random.default_rng(14)
-    others = [BY_CATEGORY[s.record["tag"]][rng.integers(len(BY_CATEGORY[s.record["tag"]]))] for s in chosen]
-    accepted, false = wrongly_accepted(chosen, others)
+    records = [BY_CATEGORY[s.record["tag"]][rng.integers(len(BY_CATEGORY[s.record["tag"]]))] for s in chosen]
+    accepted, false = wrongly_accepted(chosen, records)
     assert false > 700 and accepted <= 0.001 * false
 
 
@@ -139,7 +139,7 @@ def circle(color: str = "red", x: float = 20, y: float = 20, radius: float = 9, 
 
 
 @pytest.mark.parametrize(
-    ("prompt", "found", "correct", "reason"),
+    ("prompt", "detections", "correct", "reason"),
     [
         ("a circle", [circle()], True, ""),
         (
@@ -159,8 +159,8 @@ def circle(color: str = "red", x: float = 20, y: float = 20, radius: float = 9, 
         ("a red circle and a blue circle", [circle(), circle(x=50)], False, "expected 1 blue circle, found 0"),
     ],
 )
-def test_genevals_rules_by_hand(prompt: str, found: list[Detection], correct: bool, reason: str) -> None:
-    verdict = verifier.judge(found, prompts.parse_prompt(prompt))
+def test_genevals_rules_by_hand(prompt: str, detections: list[Detection], correct: bool, reason: str) -> None:
+    verdict = verifier.judge(detections, prompts.parse_prompt(prompt))
     assert (verdict.correct, verdict.reason) == (correct, reason)
     assert verdict.score == 1.0 if correct else verdict.score < 1.0
     assert all(verdict.checks.values()) == correct
@@ -169,11 +169,11 @@ def test_genevals_rules_by_hand(prompt: str, found: list[Detection], correct: bo
 def test_the_detector_measures_place_and_size() -> None:
     errors = []
     for scene in draw(180, 17):
-        found = {(d.shape, d.color): d for d in detect(render.render(scene)[None])[0]}
+        detections = {(d.shape, d.color): d for d in detect(render.render(scene)[None])[0]}
         for item in scene.objects:
             if len({(o.shape, o.color) for o in scene.objects}) == len(scene.objects):
-                seen = found[item.shape, item.color]
-                errors.append((abs(seen.x - item.x), abs(seen.y - item.y), abs(seen.radius - item.radius)))
+                detected = detections[item.shape, item.color]
+                errors.append((abs(detected.x - item.x), abs(detected.y - item.y), abs(detected.radius - item.radius)))
     assert len(errors) > 120
     assert np.max(errors) < 1.5 and np.mean(errors) < 0.4
 
@@ -197,28 +197,28 @@ def speckled(count: int, side: int, seed: int) -> np.ndarray:
 
 def test_components_are_those_of_scipy() -> None:
     labels = speckled(40, 17, 21)
-    found = find_components(labels, 3)
+    regions = find_components(labels, 3)
     expected = []
-    for image, one in enumerate(labels):
+    for image, plane in enumerate(labels):
         for label in (1, 2, 3):
-            marked, count = cast("tuple[np.ndarray, int]", ndimage.label(one == label))
+            marked, count = cast("tuple[np.ndarray, int]", ndimage.label(plane == label))
             for number in range(1, count + 1):
                 rows, columns = np.nonzero(marked == number)
                 if len(rows) >= 3:
                     box = rows.min(), rows.max() + 1, columns.min(), columns.max() + 1
                     expected.append((image, label, len(rows), *box))
-    fields = (found.image, found.label, found.area, found.top, found.bottom, found.left, found.right)
-    assert len(found) == len(expected) > 500
+    fields = (regions.image, regions.label, regions.area, regions.top, regions.bottom, regions.left, regions.right)
+    assert len(regions) == len(expected) > 500
     assert list(zip(*(field.tolist() for field in fields), strict=True)) == expected
-    sizes = np.bincount(found.owner[found.owner >= 0])
-    assert (sizes[found.name] == found.area).all() and ((found.owner < 0) == (labels == 0)).all()
+    sizes = np.bincount(regions.owner[regions.owner >= 0])
+    assert (sizes[regions.name] == regions.area).all() and ((regions.owner < 0) == (labels == 0)).all()
 
 
 def test_masks_are_the_nearest_pixels_of_the_box() -> None:
     labels = np.zeros((2, 6, 8), dtype=np.uint8)
     labels[1, 2:4, 3:7] = [[1, 1, 1, 1], [1, 2, 2, 1]]
-    found = find_components(labels, 1)
-    assert found.masks(4).reshape(2, 4, 4).tolist() == [
+    regions = find_components(labels, 1)
+    assert regions.masks(4).reshape(2, 4, 4).tolist() == [
         [[1, 1, 1, 1], [1, 1, 1, 1], [1, 0, 0, 1], [1, 0, 0, 1]],
         [[1, 1, 1, 1]] * 4,
     ]
@@ -230,6 +230,6 @@ def test_an_image_is_judged_alike_alone_and_among_others() -> None:
     rng = np.random.default_rng(23)
     images = np.concatenate([render.render_many(draw(60, 24)), rng.integers(0, 256, (10, 64, 64, 3), np.uint8)])
     images = images[rng.permutation(len(images))]
-    assert detect(images) == [found for image in images for found in detect(image[None])]
+    assert detect(images) == [detections for image in images for detections in detect(image[None])]
     assert detect(images[:0]) == []
     assert detect(np.full((1, 64, 64, 3), 60, np.uint8)) == [[]]

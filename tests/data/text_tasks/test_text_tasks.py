@@ -62,15 +62,15 @@ def boxed(text: object) -> str:
 @pytest.mark.parametrize(("task", "problem", "answer"), HAND)
 def test_answers_by_hand(task: str, problem: list[Any], answer: str) -> None:
     for seed in range(6):
-        made = record(task, problem, seed)
-        assert made["answer"] == answer
-        assert made["solution"].endswith(f" \\boxed{{{answer}}}")
-        assert check_answer(made["solution"], made) == (True, "correct")
+        row = record(task, problem, seed)
+        assert row["answer"] == answer
+        assert row["solution"].endswith(f" \\boxed{{{answer}}}")
+        assert check_answer(row["solution"], row) == (True, "correct")
 
 
 def test_workings_by_hand() -> None:
-    seen = {record("add", [47, 138], seed)["solution"] for seed in range(30)}
-    assert seen == {
+    solutions = {record("add", [47, 138], seed)["solution"] for seed in range(30)}
+    assert solutions == {
         "7 + 8 = 15, 4 + 3 + 1 = 8, 1. \\boxed{185}",
         "47 + 100 = 147, 147 + 30 = 177, 177 + 8 = 185. \\boxed{185}",
         "47 + 8 = 55, 55 + 30 = 85, 85 + 100 = 185. \\boxed{185}",
@@ -82,12 +82,12 @@ def test_workings_by_hand() -> None:
 @pytest.mark.parametrize("task", TASKS)
 def test_every_equation_of_every_working_holds(task: str) -> None:
     for number in range(150):
-        made = task_record(number, seed=3, tasks=[task])
-        for left, right in EQUATION.findall(made["solution"].rsplit(" \\boxed", 1)[0]):
-            assert eval(left) == int(right), made
-        assert check_answer(made["solution"], made)[0]
-        assert json.loads(json.dumps(made)) == made
-        assert KINDS[task].valid(made["problem"])
+        row = task_record(number, seed=3, tasks=[task])
+        for left, right in EQUATION.findall(row["solution"].rsplit(" \\boxed", 1)[0]):
+            assert eval(left) == int(right), row
+        assert check_answer(row["solution"], row)[0]
+        assert json.loads(json.dumps(row)) == row
+        assert KINDS[task].valid(row["problem"])
 
 
 def test_a_record_is_a_function_of_seed_and_number() -> None:
@@ -99,10 +99,10 @@ def test_a_record_is_a_function_of_seed_and_number() -> None:
 
 
 def test_train_and_heldout_share_no_problem() -> None:
-    held = {problem_key(r["task"], r["problem"]) for r in heldout_tasks(15)}
+    heldout = {problem_key(r["task"], r["problem"]) for r in heldout_tasks(15)}
     train = {problem_key(r["task"], r["problem"]) for r in (task_record(n, seed=1) for n in range(4000))}
-    assert len(held) == 15 * len(TASKS)
-    assert not held & train
+    assert len(heldout) == 15 * len(TASKS)
+    assert not heldout & train
     everything = list(itertools.product(range(10, 100), range(2, 100)))
     share = np.mean([is_heldout("subtract", list(pair)) for pair in everything])
     assert abs(share - HELDOUT_SHARE) < 0.02
@@ -134,9 +134,9 @@ def test_the_box_is_wanted_once_and_plain(completion: str, reason: str) -> None:
 
 
 def test_symbols_are_checked() -> None:
-    made = record("compare", [12, 7, 20])
-    assert check_answer(boxed("="), made) == (False, "= is not the answer <")
-    assert check_answer(boxed("less"), made) == (False, "the box holds 'less'; one of <, =, > is wanted")
+    row = record("compare", [12, 7, 20])
+    assert check_answer(boxed("="), row) == (False, "= is not the answer <")
+    assert check_answer(boxed("less"), row) == (False, "the box holds 'less'; one of <, =, > is wanted")
 
 
 def test_all_right_answers_are_taken_and_no_others() -> None:
@@ -145,10 +145,10 @@ def test_all_right_answers_are_taken_and_no_others() -> None:
     assert right == [(1, 5), (2, 4), (3, 3), (4, 2), (5, 1)]
     assert {canonical_answer(boxed(f"{a}, {b}"), pair) for a, b in right} == {"1, 5", "2, 4", "3, 3"}
     triple = record("three_addends", [8])
-    found = [
+    triples = [
         t for t in itertools.product(range(9), repeat=3) if check_answer(boxed(", ".join(map(str, t))), triple)[0]
     ]
-    assert {tuple(sorted(t)) for t in found} == {(1, 2, 5), (1, 3, 4)} and len(found) == 12
+    assert {tuple(sorted(t)) for t in triples} == {(1, 2, 5), (1, 3, 4)} and len(triples) == 12
     order = record("any_order", [[1, 2, 2]])
     texts = [", ".join(map(str, p)) for p in set(itertools.permutations([1, 2, 2]))]
     assert {canonical_answer(boxed(t), order) for t in texts} == {None, "2, 1, 2", "2, 2, 1"}
@@ -161,8 +161,8 @@ def test_all_right_answers_are_taken_and_no_others() -> None:
 @pytest.mark.parametrize("task", MANY_ANSWERS)
 def test_reference_solutions_vary_where_several_answers_are_right(task: str) -> None:
     problem = task_record(0, seed=0, tasks=[task], levels=[2])["problem"]
-    made = [record(task, problem, seed) for seed in range(40)]
-    assert len({canonical_answer(r["solution"], made[0]) for r in made}) >= 2
+    rows = [record(task, problem, seed) for seed in range(40)]
+    assert len({canonical_answer(r["solution"], rows[0]) for r in rows}) >= 2
 
 
 def test_what_is_not_there_is_said() -> None:

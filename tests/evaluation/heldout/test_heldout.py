@@ -173,21 +173,21 @@ def same(first: HeldoutResult, second: HeldoutResult) -> bool:
 
 def test_numbers_by_hand() -> None:
     """v = x - m with steps of 1/2 twice: x0 = x/4 + 3m/4, so everything can be worked out from the noise."""
-    found = run()
-    chosen = [sample_seed("heldout", p, int(s)) for p, s in zip(found.prompts, found.seeds, strict=True)]
+    result = run()
+    chosen = [sample_seed("heldout", p, int(s)) for p, s in zip(result.prompts, result.seeds, strict=True)]
     noise = initial_noise(chosen, (3, 4, 4))
-    level = torch.tensor([len(prompt) / 20 for prompt in found.prompts])[:, None, None, None]
+    level = torch.tensor([len(prompt) / 20 for prompt in result.prompts])[:, None, None, None]
     images = torch.sigmoid(noise / 4 + 0.75 * level)
     correct = images.mean((1, 2, 3)) > 0.56
     assert 0 < correct.sum() < 8
-    assert found.correct.tolist() == correct.tolist()
-    assert found.accuracy == correct.double().mean().item()
-    assert found.by_category["counting"] == correct[2:6].double().mean().item()
-    assert found.counts["counting"] == (int(correct[2:6].sum()), 4)
-    np.testing.assert_allclose(found.scores["brightness"], images[:, 0].mean((1, 2)), rtol=1e-5)
-    assert found.mean("brightness") == pytest.approx(images[:, 0].mean().item(), rel=1e-5)
+    assert result.correct.tolist() == correct.tolist()
+    assert result.accuracy == correct.double().mean().item()
+    assert result.by_category["counting"] == correct[2:6].double().mean().item()
+    assert result.counts["counting"] == (int(correct[2:6].sum()), 4)
+    np.testing.assert_allclose(result.scores["brightness"], images[:, 0].mean((1, 2)), rtol=1e-5)
+    assert result.mean("brightness") == pytest.approx(images[:, 0].mean().item(), rel=1e-5)
     expected = (images * 255).round().to(torch.uint8).permute(0, 2, 3, 1)
-    np.testing.assert_array_equal(found.images[:, ::2, ::2][:, :2, :2], expected[:, ::2, ::2])
+    np.testing.assert_array_equal(result.images[:, ::2, ::2][:, :2, :2], expected[:, ::2, ::2])
 
 
 def test_batch_size_changes_nothing() -> None:
@@ -197,15 +197,15 @@ def test_batch_size_changes_nothing() -> None:
 def test_the_images_are_those_of_the_solver() -> None:
     """Also where a configuration asks for it."""
     sigmas = torch.linspace(1, 0, 6)
-    found = {name: run(sigmas=sigmas, solver=name) for name in SOLVERS}
-    assert not np.array_equal(found["euler"].scores["brightness"], found["dpmpp_2m"].scores["brightness"])
+    results = {name: run(sigmas=sigmas, solver=name) for name in SOLVERS}
+    assert not np.array_equal(results["euler"].scores["brightness"], results["dpmpp_2m"].scores["brightness"])
     policy = ToyPolicy()
-    for name, result in found.items():
+    for name, result in results.items():
         seeds = [sample_seed("heldout", RECORDS[1]["prompt"], seed) for seed in (0, 7)]
         condition = policy.encode([RECORDS[1]["prompt"]] * 2)
         latents = rollout(policy, condition, sigmas=sigmas, seeds=seeds, solver=name).latents
-        wanted = policy.decode(latents)[:, 0].mean((1, 2))
-        np.testing.assert_allclose(result.scores["brightness"][2:4], wanted, rtol=1e-5)
+        expected = policy.decode(latents)[:, 0].mean((1, 2))
+        np.testing.assert_allclose(result.scores["brightness"][2:4], expected, rtol=1e-5)
         own: Any = {"solver": name}
         config = EvaluationConfig(steps=5, batch_size=3, **own)
         rewards = {"shapes_verifier": Verdicts(), "brightness": Brightness()}
@@ -242,37 +242,37 @@ def test_no_random_state_moves_and_the_mode_comes_back() -> None:
 
 
 def test_invalid_scores_are_counted_and_left_out() -> None:
-    sighted, found = run(), run(rewards={"shapes_verifier": Verdicts(blind=0.6), "brightness": Brightness()})
-    missing = ~found.judged
+    sighted, result = run(), run(rewards={"shapes_verifier": Verdicts(blind=0.6), "brightness": Brightness()})
+    missing = ~result.judged
     assert 0 < missing.sum() < 8
-    assert found.invalid("shapes_verifier") == missing.sum()
-    assert np.isnan(found.scores["shapes_verifier"][missing]).all()
-    assert not found.correct[missing].any()
-    assert found.accuracy == sighted.correct[found.judged].mean()
-    kept = sighted.scores["shapes_verifier"][found.judged]
-    assert found.mean("shapes_verifier") == pytest.approx(kept.mean(), rel=1e-6)
-    assert {found.reasons[row] for row in np.flatnonzero(missing)} == {"cannot see"}
-    assert np.array_equal(np.isnan(found.outcome()), missing)
-    assert found.to_dict()["without_verdict"] == missing.sum()
-    assert found.to_dict()["rewards"]["shapes_verifier"]["invalid"] == missing.sum()
+    assert result.invalid("shapes_verifier") == missing.sum()
+    assert np.isnan(result.scores["shapes_verifier"][missing]).all()
+    assert not result.correct[missing].any()
+    assert result.accuracy == sighted.correct[result.judged].mean()
+    values = sighted.scores["shapes_verifier"][result.judged]
+    assert result.mean("shapes_verifier") == pytest.approx(values.mean(), rel=1e-6)
+    assert {result.reasons[row] for row in np.flatnonzero(missing)} == {"cannot see"}
+    assert np.array_equal(np.isnan(result.outcome()), missing)
+    assert result.to_dict()["without_verdict"] == missing.sum()
+    assert result.to_dict()["rewards"]["shapes_verifier"]["invalid"] == missing.sum()
 
 
 def test_a_value_that_is_not_finite_is_invalid() -> None:
     wild = Values(lambda prompts: [math.inf] * len(prompts))
-    found = run(rewards={"wild": wild}, correctness="wild")
-    assert not found.judged.any() and not found.correct.any()
-    assert set(found.reasons) == {"no finite value"}
-    assert np.isnan(found.scores["wild"]).all()
-    assert found.invalid("wild") == 8 and math.isnan(found.mean("wild"))
+    result = run(rewards={"wild": wild}, correctness="wild")
+    assert not result.judged.any() and not result.correct.any()
+    assert set(result.reasons) == {"no finite value"}
+    assert np.isnan(result.scores["wild"]).all()
+    assert result.invalid("wild") == 8 and math.isnan(result.mean("wild"))
 
 
 def test_a_reward_without_parts_is_correct_at_its_best_value() -> None:
     binary = Values(lambda prompts: [1.0 if prompt.startswith("a ") else 0.5 for prompt in prompts])
     turned = Values(lambda prompts: [2 * v - 1 for v in binary.of(prompts)], higher_is_better=False)
-    found = run(rewards={"binary": binary}, correctness="binary")
-    assert found.correct.tolist() == [True, True, False, False, False, False, True, True]
+    result = run(rewards={"binary": binary}, correctness="binary")
+    assert result.correct.tolist() == [True, True, False, False, False, False, True, True]
     opposite = run(rewards={"binary": turned}, correctness="binary")
-    assert opposite.correct.tolist() == [not entry for entry in found.correct]
+    assert opposite.correct.tolist() == [not entry for entry in result.correct]
 
 
 def test_a_judge_of_correctness_needs_a_verdict() -> None:
@@ -289,18 +289,18 @@ def test_a_judge_of_correctness_needs_a_verdict() -> None:
 
 
 def test_images_are_bounded_in_number_and_size() -> None:
-    found = run(ToyPolicy(side=16), max_images=3, image_side=8)
-    assert found.image_index.tolist() == [0, 2, 5]
-    assert found.images.shape == (3, 8, 8, 3)
-    whole = run(ToyPolicy(side=16))
-    averaged = whole.images[[0, 2, 5]].astype(float).reshape(3, 8, 2, 8, 2, 3).mean((2, 4))
-    assert np.abs(found.images - averaged).max() <= 1
+    result = run(ToyPolicy(side=16), max_images=3, image_side=8)
+    assert result.image_index.tolist() == [0, 2, 5]
+    assert result.images.shape == (3, 8, 8, 3)
+    full = run(ToyPolicy(side=16))
+    averaged = full.images[[0, 2, 5]].astype(float).reshape(3, 8, 2, 8, 2, 3).mean((2, 4))
+    assert np.abs(result.images - averaged).max() <= 1
 
 
 def test_saved_and_loaded_is_equal(tmp_path: Path) -> None:
-    found = run(rewards={"shapes_verifier": Verdicts(blind=0.6), "brightness": Brightness()})
-    path = found.save(tmp_path / "deep" / "before.npz")
-    assert same(load_heldout(path), found)
+    result = run(rewards={"shapes_verifier": Verdicts(blind=0.6), "brightness": Brightness()})
+    path = result.save(tmp_path / "deep" / "before.npz")
+    assert same(load_heldout(path), result)
     assert [entry.name for entry in path.parent.iterdir()] == ["before.npz"]
 
 
@@ -332,11 +332,11 @@ def test_bad_input_is_named(changes: dict[str, Any], message: str) -> None:
         run(**changes)
 
 
-@pytest.mark.parametrize(("shares", "most"), [(2, 1024), (8, 3)])
-def test_the_shares_of_processes_make_the_whole(shares: int, most: int) -> None:
-    parts = [run(share=(rank, shares), max_images=most) for rank in range(shares)]
+@pytest.mark.parametrize(("shares", "max_images"), [(2, 1024), (8, 3)])
+def test_the_shares_of_processes_make_the_whole(shares: int, max_images: int) -> None:
+    parts = [run(share=(rank, shares), max_images=max_images) for rank in range(shares)]
     assert sum(map(len, parts)) == 8
-    assert same(joined(parts), run(max_images=most))
+    assert same(joined(parts), run(max_images=max_images))
     assert same(joined([run()]), run())
 
 
@@ -344,7 +344,7 @@ def test_changes_are_paired_and_in_standard_errors():
     before = make_result(0.5, prompts=4, seeds=2)
     now = replace(
         before,
-        prompts=(*before.prompts[:6], "new", "new"),  # what was not there before is left out
+        prompts=(*before.prompts[:6], "new", "new"),  # absent before: left out
         scores={
             "clip_score": before.scores["clip_score"] + np.array([1, 2, 3, 0, 2, np.nan, 50, 50], np.float32),
             "sharpness": before.scores["sharpness"] + np.float32(3),
@@ -357,9 +357,9 @@ def test_changes_are_paired_and_in_standard_errors():
     then = replace(before, scores={**before.scores, "loss": np.zeros(8, np.float32)})
     away = np.array([1.0, 2, 3, 0, 2])
     expected = away.mean() / (away.std(ddof=1) / math.sqrt(5))
-    found = now.changes(then, range(8), ["clip_score", "sharpness", "loss", "accuracy", "of_sets"])
+    changes = now.changes(then, range(8), ["clip_score", "sharpness", "loss", "accuracy", "of_sets"])
     lost = -before.correct[:5].astype(float)
-    assert found == pytest.approx(
+    assert changes == pytest.approx(
         {
             "clip_score": expected,
             "sharpness": 6.0,

@@ -39,41 +39,41 @@ def _evaluate(records=RECORDS, seeds=(0, 1, 2), policy=None, rewards=None, **opt
 
 
 @pytest.fixture(scope="module")
-def found():
+def result():
     return _evaluate()
 
 
-def test_every_number_is_counted_again_by_hand(found):
+def test_every_number_is_counted_again_by_hand(result):
     policy = toy_policy()
-    for place, record in enumerate(RECORDS):
-        rows = slice(3 * place, 3 * place + 3)
+    for index, record in enumerate(RECORDS):
+        rows = slice(3 * index, 3 * index + 3)
         seeds = [sample_seed("heldout", record["prompt"], s) for s in (0, 1, 2)]
         own = policy.generate([record["prompt"]], seeds=seeds, num_generations=3, stopping=STOP)
         has = [any(c in "aeiou" for c in text) for text in own.text]
         greedy = policy.generate([record["prompt"]], seeds=0, sampling=Sampling(temperature=0), stopping=STOP)
         if record["prompt"] == "g":
-            assert not found.judged[rows].any() and set(found.reasons[rows]) == {"not g"}
-            assert np.isnan(found.scores["greedy"][rows]).all()
-            assert np.isnan(found.scores["any_of_samples"][rows]).all()
+            assert not result.judged[rows].any() and set(result.reasons[rows]) == {"not g"}
+            assert np.isnan(result.scores["greedy"][rows]).all()
+            assert np.isnan(result.scores["any_of_samples"][rows]).all()
             continue
-        assert found.correct[rows].tolist() == has and found.judged[rows].all()
-        assert found.scores["any_of_samples"][rows].tolist() == [float(any(has))] * 3
+        assert result.correct[rows].tolist() == has and result.judged[rows].all()
+        assert result.scores["any_of_samples"][rows].tolist() == [float(any(has))] * 3
         expected = float(any(c in "aeiou" for c in greedy.text[0]))
-        assert found.scores["greedy"][rows].tolist() == [expected] * 3
+        assert result.scores["greedy"][rows].tolist() == [expected] * 3
         lengths = own.loss_mask.sum(1)
-        assert found.scores["length"][rows].tolist() == lengths.tolist()
+        assert result.scores["length"][rows].tolist() == lengths.tolist()
         mean = ((own.entropy * own.loss_mask).sum(1) / lengths).numpy()
-        assert found.scores["token_entropy"][rows] == pytest.approx(mean, rel=1e-5)
+        assert result.scores["token_entropy"][rows] == pytest.approx(mean, rel=1e-5)
 
 
-def test_stretches_of_processes_make_the_whole_where_one_has_no_verdict(found):
+def test_stretches_of_processes_make_the_whole_where_one_has_no_verdict(result):
     parts = [_evaluate(RECORDS[:2]), _evaluate(RECORDS[2:3]), _evaluate(RECORDS[3:])]
     assert "any_of_samples" not in parts[1].scores
-    whole = joined(parts)
-    assert whole.completions == found.completions and whole.correct.tolist() == found.correct.tolist()
-    assert whole.units == found.units and whole.scores.keys() == found.scores.keys()
-    for name, values in found.scores.items():
-        assert whole.scores[name] == pytest.approx(values, rel=1e-4, nan_ok=True), name
+    merged = joined(parts)
+    assert merged.completions == result.completions and merged.correct.tolist() == result.correct.tolist()
+    assert merged.units == result.units and merged.scores.keys() == result.scores.keys()
+    for name, values in result.scores.items():
+        assert merged.scores[name] == pytest.approx(values, rel=1e-4, nan_ok=True), name
 
 
 def test_what_cannot_be_evaluated_is_refused():
@@ -95,8 +95,8 @@ def test_a_reward_that_cannot_say_right_or_wrong_is_no_judge():
 
 
 def test_a_prompt_that_was_too_long_has_no_verdict():
-    found = _evaluate(seeds=[0], policy=toy_policy(max_prompt_tokens=3, long_prompts="mask"))
-    long = np.array([len(prompt) > 3 for prompt in found.prompts])
-    assert long.sum() == 2 and not found.judged[long].any() and found.judged[~long].any()
-    assert {found.reasons[i] for i in np.flatnonzero(long)} == {"prompt too long"}
-    assert np.isnan(found.scores["length"][long]).all() and np.isnan(found.scores["greedy"][long]).all()
+    result = _evaluate(seeds=[0], policy=toy_policy(max_prompt_tokens=3, long_prompts="mask"))
+    long = np.array([len(prompt) > 3 for prompt in result.prompts])
+    assert long.sum() == 2 and not result.judged[long].any() and result.judged[~long].any()
+    assert {result.reasons[i] for i in np.flatnonzero(long)} == {"prompt too long"}
+    assert np.isnan(result.scores["length"][long]).all() and np.isnan(result.scores["greedy"][long]).all()

@@ -92,10 +92,10 @@ def _evaluate(folder: Path) -> Path:
 
     def scores(pair: Any) -> dict[str, float]:
         sides = ("left", "right")
-        found = {f"good_{side}": pair.extra[f"utility_{side}"] for side in sides}
+        columns = {f"good_{side}": pair.extra[f"utility_{side}"] for side in sides}
         for name in ("a_judge_with_a_long_name_without_spaces", "other"):
-            found |= {f"{name}_{side}": found[f"good_{side}"] + 9 * rng.normal() for side in sides}
-        return found
+            columns |= {f"{name}_{side}": columns[f"good_{side}"] + 9 * rng.normal() for side in sides}
+        return columns
 
     pairs = [replace(pair, extra=scores(pair)) for pair in shapes_pairs(60).pairs]
     source = write_rows(folder / "set.jsonl", pairs)
@@ -131,8 +131,8 @@ def _sample(folder: Path) -> Path:
     names = [Path(name).name for name in _levels(folder / "samples")][:6]
     frames = [Image.new("RGB", (64, 64), (level,) * 3) for level in (0, 255)]
     frames[0].save(folder / "samples/clip.webp", save_all=True, append_images=frames[1:])
-    said = ["a_prompt_without_any_spaces_" * 3, "a long prompt, with words, " * 20]
-    rows = [{"image": name, "prompt": said[k // 3], "seed": k % 3, "saturation": 0.5} for k, name in enumerate(names)]
+    texts = ["a_prompt_without_any_spaces_" * 3, "a long prompt, with words, " * 20]
+    rows = [{"image": name, "prompt": texts[k // 3], "seed": k % 3, "saturation": 0.5} for k, name in enumerate(names)]
     rows[1]["clip"] = "clip.webp"
     facts = [("Model", "a/folder/with/a/long/name_without_spaces" * 3), ("Steps", 10)]
     page = folder / "samples" / "index.html"
@@ -218,9 +218,9 @@ def page_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     assert PATH is not None
-    found = Browser(PATH)
-    yield found
-    found.close()
+    session = Browser(PATH)
+    yield session
+    session.close()
 
 
 @pytest.mark.parametrize(("size", "dark"), [("desktop", False), ("phone", True)], ids=SIZES)
@@ -233,8 +233,8 @@ def test_a_page_is_whole_quiet_and_fits(
     assert browser.seen("Runtime.exceptionThrown") == []
     assert browser.seen("Runtime.consoleAPICalled") == []
     assert browser.seen("Log.entryAdded") == []
-    asked = [event["request"]["url"][:60] for event in browser.seen("Network.requestWillBeSent")]
-    assert [url for url in asked if not url.startswith(("file:", "data:", "about:"))] == []
+    urls = [event["request"]["url"][:60] for event in browser.seen("Network.requestWillBeSent")]
+    assert [url for url in urls if not url.startswith(("file:", "data:", "about:"))] == []
     inner, client = browser.value("[document.documentElement.scrollWidth, document.documentElement.clientWidth]")
     assert inner <= client <= width, browser.value(OVERFLOW)
     assert browser.value(OVERFLOW) == []
@@ -257,10 +257,10 @@ def test_a_page_is_used_by_keyboard(browser: Browser, page_of: Callable[[str], P
     reached = {"#content"}
     for _ in range(MOST_TABS):
         browser.press("Tab", 9)
-        place = browser.value(FOCUSED)
-        if place is None:
+        focused = browser.value(FOCUSED)
+        if focused is None:
             break
-        reached.add(place)
+        reached.add(focused)
     assert links <= reached, f"not reached by Tab: {links - reached}"
     regions = browser.value(
         "[...document.querySelectorAll('.scroll')].filter(e => !e.closest('details:not([open])'))"
@@ -286,11 +286,11 @@ def test_a_page_is_used_by_keyboard(browser: Browser, page_of: Callable[[str], P
 def test_axe_finds_nothing_serious(browser: Browser, page_of: Callable[[str], Path], name: str, dark: bool) -> None:
     browser.open(page_of(name), width=390 if dark else 1280, height=900, dark=dark)
     browser.value(f"{AXE.read_text()};0")
-    found = browser.value(
+    violations = browser.value(
         "axe.run().then(r => r.violations.filter(v => ['serious', 'critical'].includes(v.impact))"
         ".map(v => [v.id, v.nodes[0].html.slice(0, 200)]))"
     )
-    assert found == []
+    assert violations == []
 
 
 def _luminance(colour: list[float]) -> float:
@@ -304,18 +304,18 @@ def test_tables_are_sorted_filtered_and_copied_and_images_enlarged(
 ) -> None:
     browser.open(page_of("evaluate"), width=1280, height=900, dark=False)
     names = "[...document.querySelectorAll('#leaderboard tbody th')].map(e => e.textContent.trim())"
-    given = browser.value(names)
+    original = browser.value(names)
     browser.value("document.querySelectorAll('#leaderboard button.sort')[1].click()")
-    assert browser.value(names) == given[::-1] != given, "from the smallest share to the largest"
+    assert browser.value(names) == original[::-1] != original, "from the smallest share to the largest"
     browser.value("document.querySelectorAll('#leaderboard button.sort')[1].click()")
-    assert browser.value(names) == given
-    shown = "[...document.querySelectorAll('#agreement tbody tr')].filter(e => e.offsetHeight).length"
-    before = browser.value(shown)
+    assert browser.value(names) == original
+    visible = "[...document.querySelectorAll('#agreement tbody tr')].filter(e => e.offsetHeight).length"
+    before = browser.value(visible)
     browser.value(
         "(() => { const e = document.querySelector('#agreement input'); e.value = 'pickscore';"
         " e.dispatchEvent(new Event('input')); })()"
     )
-    assert before > 8 and browser.value(shown) == 1
+    assert before > 8 and browser.value(visible) == 1
     browser.value("document.querySelector('#worst img').click()")
     assert browser.value("document.querySelector('dialog').open")
     browser.until("document.querySelector('dialog img').clientWidth > 400")

@@ -85,9 +85,9 @@ def report(folder: Path, before: HeldoutResult, after: HeldoutResult, **changes:
 
 def test_numbers_equal_the_inputs(tmp_path: Path) -> None:
     before, after = make_result(0.25), make_result(0.75)
-    page, found = report(tmp_path / "run", before, after), compare(before, after)
+    page, comparison = report(tmp_path / "run", before, after), compare(before, after)
     assert "25.0 % → 75.0 %" in page.text and "+50.0 points" in page.text
-    low, high = found.overall.change.low, found.overall.change.high
+    low, high = comparison.overall.change.low, comparison.overall.change.high
     assert f"95 % interval +{100 * low:.1f} to +{100 * high:.1f}" in page.text
     assert "6 of 24 images were correct before training, 18 of 24 after it" in page.text
     numbers = ("5 min 18 s", "25.31", "2.40 GB", "23 040", "0.0002", "2.9.1")
@@ -107,17 +107,17 @@ def test_numbers_equal_the_inputs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seen", "words"),
+    ("trained", "words"),
     [
         (None, "12 prompts, each drawn"),
         (5, "12 prompts, 5 of which the model was also trained on, each drawn"),
         (12, "12 prompts, all of which the model was also trained on, each drawn"),
     ],
 )
-def test_the_page_says_whether_the_prompts_were_trained_on(tmp_path: Path, seen: int | None, words: str) -> None:
-    page = report(tmp_path, make_result(0.25), make_result(0.5), trained_prompts=seen)
+def test_the_page_says_whether_the_prompts_were_trained_on(tmp_path: Path, trained: int | None, words: str) -> None:
+    page = report(tmp_path, make_result(0.25), make_result(0.5), trained_prompts=trained)
     assert words in page.text and "never trained on" not in page.text
-    blind = report(tmp_path, blind_result(), blind_result(), trained_prompts=seen)
+    blind = report(tmp_path, blind_result(), blind_result(), trained_prompts=trained)
     assert words.removesuffix(", each drawn") + ", from the same noise" in blind.text
 
 
@@ -223,8 +223,8 @@ def test_a_text_run_has_the_same_page_with_completions(tmp_path: Path) -> None:
 def test_long_texts_are_folded_and_whole(tmp_path: Path) -> None:
     page = report(tmp_path, make_text_result(0.25, long=True), make_text_result(0.75, long=True))
     assert page.text.count("All 1") == len(page.all("details")) - page.text.count("The whole prompt") > 20
-    whole = make_text_result(0.75, long=True).completions[0]
-    assert re.sub(r"\s+", " ", whole) in page.text
+    completion = make_text_result(0.75, long=True).completions[0]
+    assert re.sub(r"\s+", " ", completion) in page.text
 
 
 def test_selection_rule_by_hand() -> None:
@@ -312,11 +312,11 @@ def test_summary_holds_what_was_measured(tmp_path: Path) -> None:
     config = {"path": Path("runs"), "lr": np.float64(1e-4), "bad": math.nan, "steps": (1, 2), "flag": True}
     facts: dict[str, Any] = {"costs": COSTS, "config": config, "versions": {"torch": "2"}}
     path = write_summary(tmp_path / "summary.json", before=before, after=after, **facts)
-    found = json.loads(path.read_text(encoding="utf-8"))
-    assert found["before"] == before.to_dict() and found["after"] == after.to_dict()
-    assert found["after"]["accuracy"] == 0.75 and set(found["after"]["by_category"]) == set(TAGS)
-    assert found["gain"] == compare(before, after).overall.change.to_dict()
-    assert found["changes"]["rewards"]["sharpness"]["verdict"] == "fell"
-    assert found["seconds"] == 318.4 and found["peak_memory_bytes"] == {"host": 2.4e9}
-    assert found["config"] == {"path": "runs", "lr": 1e-4, "bad": None, "steps": [1, 2], "flag": True}
+    summary = json.loads(path.read_text(encoding="utf-8"))
+    assert summary["before"] == before.to_dict() and summary["after"] == after.to_dict()
+    assert summary["after"]["accuracy"] == 0.75 and set(summary["after"]["by_category"]) == set(TAGS)
+    assert summary["gain"] == compare(before, after).overall.change.to_dict()
+    assert summary["changes"]["rewards"]["sharpness"]["verdict"] == "fell"
+    assert summary["seconds"] == 318.4 and summary["peak_memory_bytes"] == {"host": 2.4e9}
+    assert summary["config"] == {"path": "runs", "lr": 1e-4, "bad": None, "steps": [1, 2], "flag": True}
     assert [entry.name for entry in tmp_path.iterdir()] == ["summary.json"]

@@ -33,5 +33,5 @@ def test_latex_is_escaped_and_has_a_cell_for_every_column() -> None:
 
 
 def test_files_are_named_by_their_table(tmp_path: Path) -> None:
-    found = [path.relative_to(tmp_path).as_posix() for path in write_tables(tmp_path / "tables", [TABLE])]
-    assert found == ["tables/by_kind_size.csv", "tables/by_kind_size.tex"]
+    files = [path.relative_to(tmp_path).as_posix() for path in write_tables(tmp_path / "tables", [TABLE])]
+    assert files == ["tables/by_kind_size.csv", "tables/by_kind_size.tex"]

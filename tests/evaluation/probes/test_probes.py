@@ -74,10 +74,10 @@ def on_even_ground() -> Tensor:
 
 def test_the_ground_changes_and_what_stands_on_it_stays() -> None:
     image = on_even_ground()
-    made = change.with_ground(image, "teal")
-    assert made is not None and torch.equal(made[:, 20:40, 30:50], image[:, 20:40, 30:50])
-    assert torch.allclose(made[:, 0, 0], torch.tensor([0.0, 0.5, 0.5]), atol=0.51 / 255)
-    assert int((made != image).any(0).sum()) == 64 * 64 - 20 * 20
+    changed = change.with_ground(image, "teal")
+    assert changed is not None and torch.equal(changed[:, 20:40, 30:50], image[:, 20:40, 30:50])
+    assert torch.allclose(changed[:, 0, 0], torch.tensor([0.0, 0.5, 0.5]), atol=0.51 / 255)
+    assert int((changed != image).any(0).sum()) == 64 * 64 - 20 * 20
     assert change.with_ground(make_image(64, 64), "teal") is None, "it has no plain ground"
     inside = on_even_ground()
     inside[:, 28:32, 38:42] = 51 / 255
@@ -87,18 +87,18 @@ def test_the_ground_changes_and_what_stands_on_it_stays() -> None:
 
 def test_specks_lie_on_the_ground_alone() -> None:
     image = on_even_ground()
-    made = change.with_specks(image, 10, generator())
-    assert torch.equal(made[:, 20:40, 30:50], image[:, 20:40, 30:50])
-    touched = int((made != image).any(0).sum())
+    changed = change.with_specks(image, 10, generator())
+    assert torch.equal(changed[:, 20:40, 30:50], image[:, 20:40, 30:50])
+    touched = int((changed != image).any(0).sum())
     assert 40 <= touched <= 10 * 24, "ten specks, none as large as an object of the shapes world"
     assert torch.equal(change.with_specks(image, 0, generator()), image)
 
 
 def test_a_canvas_holds_the_whole_image() -> None:
     image = on_even_ground()
-    made = change.on_canvas(image, 0.5, "white")
-    assert torch.equal(made[:, :16], torch.ones(3, 16, 64)) and made.shape == image.shape
-    assert torch.allclose(made[:, 16:48, 16:48].mean((1, 2)), image.mean((1, 2)), atol=0.01)
+    changed = change.on_canvas(image, 0.5, "white")
+    assert torch.equal(changed[:, :16], torch.ones(3, 16, 64)) and changed.shape == image.shape
+    assert torch.allclose(changed[:, 16:48, 16:48].mean((1, 2)), image.mean((1, 2)), atol=0.01)
     assert torch.equal(change.on_canvas(image, 1.0, "white"), image)
 
 
@@ -106,8 +106,8 @@ def test_destroyed_images_keep_what_they_should() -> None:
     image = make_image()
     scattered = change.shuffled(image, generator())
     assert not torch.equal(scattered, image)
-    rows, found = image.flatten(1).T.tolist(), scattered.flatten(1).T.tolist()
-    assert sorted(rows) == sorted(found), "whole pixels move; their colours stay"
+    pixels, scattered_pixels = image.flatten(1).T.tolist(), scattered.flatten(1).T.tolist()
+    assert sorted(pixels) == sorted(scattered_pixels), "whole pixels move; their colours stay"
     assert torch.equal(scattered, change.shuffled(image, generator()))
     noise = change.pure_noise(torch.zeros(3, 100, 100), generator())
     assert abs(float(noise.mean()) - 0.5) < 0.01 and abs(float(noise.std()) - 12**-0.5) < 0.01
@@ -122,15 +122,15 @@ def test_every_change_is_an_image_of_a_file_and_leaves_its_input(probe: Any) -> 
         assert examples(probe, sample, generator()) == []
         return
     for level in probe.levels:
-        made = probe.change(sample, level, generator())
-        if made is None:
+        changed = probe.change(sample, level, generator())
+        if changed is None:
             continue
-        assert made.image.shape == sample.image.shape and made.image.dtype == torch.float32
-        levels = made.image * 255
+        assert changed.image.shape == sample.image.shape and changed.image.dtype == torch.float32
+        levels = changed.image * 255
         assert torch.allclose(levels, levels.round(), atol=1e-3)
         assert levels.min() >= 0 and levels.max() <= 255.01
-        assert made.image is sample.image or not torch.equal(made.image, sample.image)
-        assert probe.name == "spelling" or made.prompt == sample.prompt
+        assert changed.image is sample.image or not torch.equal(changed.image, sample.image)
+        assert probe.name == "spelling" or changed.prompt == sample.prompt
     assert torch.equal(sample.image, before)
 
 

@@ -20,7 +20,7 @@ FAST = IntervalSettings(resamples=200)
 
 
 def report(margin: Any, left: Any, voters: int = 1, std: Any = None, unit: str = "logit") -> dict[str, Any]:
-    """Of margins, `left` of `voters` votes for the left of each pair; four pairs a prompt."""
+    """Report on margins; `left` of `voters` votes are for the left; four pairs a prompt."""
     pairs = tuple(
         PreferencePair(
             prompt=f"prompt {k // 4}",
@@ -43,15 +43,15 @@ def test_predicted_ties_are_no_hits() -> None:
     margin = np.round(true + rng.normal(0, 0.8, 800))
     left = rng.random(800) < 1 / (1 + np.exp(-2 * true))
     margin[rng.random(800) < 0.4] = 0.0
-    found = report(margin, left)["selective"]["margin"]
+    selective = report(margin, left)["selective"]["margin"]
     decided = margin != 0
     wrong = (margin > 0) != left
     expected = auroc(-np.abs(margin[decided]), wrong[decided])
     as_hits = auroc(-np.abs(margin), wrong & decided)
     assert as_hits < 0.5 < 0.6 < expected
-    assert found["auroc"]["estimate"] == pytest.approx(expected) and found["auroc"]["low"] > 0.5
-    assert found["pairs"] == decided.sum() and found["risk_at"]["25%"] < found["risk_at"]["100%"]
-    assert found["risk_at"]["100%"] == pytest.approx(np.mean(np.where(decided, wrong, 0.5)))
+    assert selective["auroc"]["estimate"] == pytest.approx(expected) and selective["auroc"]["low"] > 0.5
+    assert selective["pairs"] == decided.sum() and selective["risk_at"]["25%"] < selective["risk_at"]["100%"]
+    assert selective["risk_at"]["100%"] == pytest.approx(np.mean(np.where(decided, wrong, 0.5)))
 
 
 def noisy(count: int = 2_000, voters: int = 7) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -71,11 +71,11 @@ def test_a_std_that_knows_is_worth_something_beside_the_margin() -> None:
     assert with_std["selective"]["both"]["aurc"] < without["selective"]["margin"]["aurc"]
     scaled = with_std["calibration"]["scaled"]
     assert scaled["by"] == "margin and std" and scaled["nll"] < without["calibration"]["scaled"]["nll"]
-    found = with_std["std"]
-    rho = stats.spearmanr(std, left * (7 - left))[0]  # over 21: the chance that two people part
-    assert found["srcc_votes"]["estimate"] == pytest.approx(rho) and found["srcc_votes"]["low"] > 0.2
-    assert found["srcc_votes_given_margin"]["low"] > 0.2 and found["nll_gain"]["low"] > 0.01
-    assert found["pairs"] == 2_000 and without["std"] is None
+    std_report = with_std["std"]
+    rho = stats.spearmanr(std, left * (7 - left))[0]  # over 21: the chance that two people disagree
+    assert std_report["srcc_votes"]["estimate"] == pytest.approx(rho) and std_report["srcc_votes"]["low"] > 0.2
+    assert std_report["srcc_votes_given_margin"]["low"] > 0.2 and std_report["nll_gain"]["low"] > 0.01
+    assert std_report["pairs"] == 2_000 and without["std"] is None
 
 
 def test_noise_scaling_finds_thurstones_odds_and_never_loses_to_a_temperature() -> None:
@@ -83,10 +83,10 @@ def test_noise_scaling_finds_thurstones_odds_and_never_loses_to_a_temperature() 
     margin, std = rng.normal(0, 2, 3_000), np.exp(rng.normal(0, 0.8, 3_000))
     odds = margin / std
     outcome = rng.random(3_000) < 1 / (1 + np.exp(-odds))
-    found = fit_noise_scaling(margin, std, outcome)
-    assert found.share == 0.99
-    assert nll(found.apply(margin, std), outcome).mean() == pytest.approx(found.temperature.nll, abs=1e-9)
-    assert np.abs(found.apply(margin, std) - 1 / (1 + np.exp(-odds))).mean() < 0.01
+    scaling = fit_noise_scaling(margin, std, outcome)
+    assert scaling.share == 0.99
+    assert nll(scaling.apply(margin, std), outcome).mean() == pytest.approx(scaling.temperature.nll, abs=1e-9)
+    assert np.abs(scaling.apply(margin, std) - 1 / (1 + np.exp(-odds))).mean() < 0.01
     plain = rng.random(3_000) < 1 / (1 + np.exp(-margin / 2))
     none = fit_noise_scaling(margin, std, plain)
     assert none.share == 0.0 and none.temperature.nll == fit_temperature(margin, plain).nll

@@ -18,7 +18,7 @@ from visalign.evaluation.statistics.agreement import alpha_of_sums, alpha_sums, 
 FAST = IntervalSettings(resamples=200)
 
 
-def table(count: int, voters: int, right: float, *, named: bool = True) -> PreferenceSet:
+def table(count: int, voters: int, right: float, *, with_names: bool = True) -> PreferenceSet:
     """A row per annotator, who names the better image with this probability; sides are mixed row by row."""
     rng = np.random.default_rng(0)
     rows = []
@@ -29,28 +29,28 @@ def table(count: int, voters: int, right: float, *, named: bool = True) -> Prefe
             image_left=better,
             image_right=f"{pair}-bad.png",
             label=label,
-            annotator=f"a{voter}" if named else None,
+            annotator=f"a{voter}" if with_names else None,
         )
         rows.append(entry if rng.random() < 0.5 else entry.swapped())
     return PreferenceSet(name="votes", pairs=tuple(rows))
 
 
 def report(rows: PreferenceSet) -> dict[str, Any]:
-    """Of a judge that always knows the better image, on what an evaluation makes of the rows."""
+    """Report of a judge that always knows the better image, on the rows as evaluated."""
     pairs, _ = summed_votes(without_duplicates(rows))
     left = [float("good" in pair.image_left) for pair in pairs.pairs]
     return evaluate_preferences(pairs, from_scores("perfect", "x", left, [1 - s for s in left]), FAST)
 
 
-@pytest.mark.parametrize("named", [True, False])
-def test_five_votes_of_80_percent_and_a_perfect_judge(named: bool) -> None:
-    rows = table(400, 5, 0.8, named=named)
+@pytest.mark.parametrize("with_names", [True, False])
+def test_five_votes_of_80_percent_and_a_perfect_judge(with_names: bool) -> None:
+    rows = table(400, 5, 0.8, with_names=with_names)
     votes = np.mean([(pair.label > 0.5) == ("good" in pair.image_left) for pair in rows.pairs])
-    found = report(rows)
-    people = found["people"]
-    assert found["counts"]["pairs"] == 400 and people["pairs_with_votes"] == 400
+    evaluation = report(rows)
+    people = evaluation["people"]
+    assert evaluation["counts"]["pairs"] == 400 and people["pairs_with_votes"] == 400
     assert people["judge_single_vote"]["estimate"] == pytest.approx(votes) and abs(votes - 0.8) < 0.02
-    headline = found["agreement"]["half_credit"]["micro"]
+    headline = evaluation["agreement"]["half_credit"]["micro"]
     assert headline["estimate"] == pytest.approx(0.942, abs=0.03)  # Σ_{k≥3} C(5, k) 0.8^k 0.2^(5−k)
     # 0.8 · (P(4 or 3 of 4) + ½ P(2 of 4)) + 0.2 · its counterpart: 0.8 · 0.896 + 0.2 · 0.104
     assert people["single_vote"]["low"] < 0.7376 < people["single_vote"]["high"]

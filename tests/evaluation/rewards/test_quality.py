@@ -40,7 +40,7 @@ def quality(mos: Any, prompts: Any = None, references: Any = None) -> QualitySet
         (None, None, (0, 1, 2, 3)),
         ("aabb", None, (0, 0, 1, 1)),
         (None, "abab", (0, 1, 0, 1)),
-        ("aaaa", None, (0, 1, 2, 3)),  # a prompt that all share parts nothing
+        ("aaaa", None, (0, 1, 2, 3)),  # a prompt that all share splits nothing
         ("aaaa", "xxyy", (0, 0, 1, 1)),
         ("abbc", "xxyz", (0, 0, 0, 1)),  # b joins x and y
         ("aabb", "xyxy", (0, 0, 1, 1)),  # each with each: one of the two
@@ -51,19 +51,19 @@ def test_what_is_drawn_together(prompts: str | None, references: str | None, gro
     assert quality(range(len(groups)), prompts, references).groups == groups
 
 
-def clustered(seed: int, prompts: int = 40, each: int = 5) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Score and opinion agree about the prompts, and part within them."""
+def clustered(seed: int, prompts: int = 40, per_prompt: int = 5) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Score and opinion agree about the prompts, and differ within them."""
     rng = np.random.default_rng(seed)
-    easy, inside = np.repeat(rng.normal(size=prompts), each), rng.normal(size=prompts * each)
-    return easy + 0.4 * inside, easy - 0.4 * inside, np.repeat(np.arange(prompts), each)
+    easy, inside = np.repeat(rng.normal(size=prompts), per_prompt), rng.normal(size=prompts * per_prompt)
+    return easy + 0.4 * inside, easy - 0.4 * inside, np.repeat(np.arange(prompts), per_prompt)
 
 
 def test_within_prompts_a_judge_can_be_the_opposite_of_itself() -> None:
     x, mos, prompt = clustered(0)
     records = quality(mos, prompt)
-    found = evaluate_quality(records, from_values("j", "x", x), FAST)
-    assert found["counts"]["clusters"] == 40
-    overall, within = found["correlations"]["srcc"], found["correlations"]["srcc_within"]
+    evaluation = evaluate_quality(records, from_values("j", "x", x), FAST)
+    assert evaluation["counts"]["clusters"] == 40
+    overall, within = evaluation["correlations"]["srcc"], evaluation["correlations"]["srcc_within"]
     assert overall["estimate"] == pytest.approx(stats.spearmanr(x, mos)[0]) and overall["low"] > 0.2
     assert within["estimate"] == pytest.approx(-1.0)
     assert "srcc_within" not in evaluate_quality(quality(mos), from_values("j", "x", x), FAST)["correlations"]
@@ -76,8 +76,8 @@ def test_a_fusion_and_a_leaderboard_keep_the_images_of_a_prompt_together() -> No
     wide, narrow = quality(mos, prompt), quality(mos)
     fused, record = fuse_quality(wide, judges)
     assert np.isfinite(fused.value).all() and set(record["weights"]) == {"a", "b"}
-    alone, _ = fuse_quality(narrow, judges)
-    assert not np.allclose(fused.value, alone.value), "other folds"
+    fused_narrow, _ = fuse_quality(narrow, judges)
+    assert not np.allclose(fused.value, fused_narrow.value), "other folds"
     spans = []
     for records in (wide, narrow):
         comparison = compare_on_quality(records, judges[0], judges[1], FAST)
@@ -89,7 +89,7 @@ def test_a_fusion_and_a_leaderboard_keep_the_images_of_a_prompt_together() -> No
 
 
 def test_judges_that_share_nothing_or_say_one_value_are_no_crash() -> None:
-    """After all images were judged: a comparison that cannot be is left out, with what is wrong."""
+    """After all images were judged, an impossible comparison is left out, with the reason."""
     x, mos, prompt = clustered(3, 40, 4)
     records, half = quality(mos, prompt), np.arange(160) < 80
     first = from_values("a", "x", np.where(half, x, np.nan))
@@ -107,5 +107,5 @@ def test_a_perfect_fit_says_nothing_of_its_error() -> None:
     x = np.arange(12.0)
     report = evaluate_quality(quality(x), from_values("a", "x", x), IntervalSettings(resamples=100))
     for name in ("srcc", "plcc_logistic5"):
-        found = report["correlations"][name]
-        assert found["estimate"] == pytest.approx(1) and found["low"] is None and found["high"] is None
+        interval = report["correlations"][name]
+        assert interval["estimate"] == pytest.approx(1) and interval["low"] is None and interval["high"] is None

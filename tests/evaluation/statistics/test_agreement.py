@@ -57,8 +57,8 @@ def test_macro_is_the_mean_over_prompts() -> None:
     table = RatioTable(np.array([0, 0, 0, 1]), 3)  # of the third prompt nothing was judged
     table.add("micro", credit, count)
     table.add("macro", credit, count, macro=True)
-    found = table.intervals(generator=torch.Generator(), resamples=100)
-    assert (found["micro"].estimate, found["macro"].estimate) == (0.75, 0.5)
+    intervals = table.intervals(generator=torch.Generator(), resamples=100)
+    assert (intervals["micro"].estimate, intervals["macro"].estimate) == (0.75, 0.5)
 
 
 def test_thresholds_maximise_the_three_class_accuracy() -> None:
@@ -100,5 +100,5 @@ def test_one_cluster_or_mostly_undefined_draws_give_no_interval() -> None:
     assert math.isnan(interval(0.5, np.append(np.full(150, np.nan), np.zeros(50)), clusters=9).low)
     table = RatioTable(np.arange(2), 2)
     table.add("nothing", np.zeros(2), np.zeros(2))
-    found = table.intervals(generator=torch.Generator(), resamples=100)["nothing"]
-    assert np.isnan([found.estimate, found.low, found.high]).all()
+    undefined = table.intervals(generator=torch.Generator(), resamples=100)["nothing"]
+    assert np.isnan([undefined.estimate, undefined.low, undefined.high]).all()

@@ -21,17 +21,17 @@ from visalign.evaluation.statistics.selective import auroc, risk_coverage, weigh
 
 
 def test_reliability_by_hand() -> None:
-    found = reliability([0.1, 0.2, 0.9, 0.8], [0, 1, 1, 1], bins=2)
-    assert found.count.tolist() == [2, 2]
-    assert found.confidence.tolist() == pytest.approx([0.15, 0.85])
-    assert found.frequency.tolist() == [0.5, 1.0]
-    assert found.ece == pytest.approx(0.5 * 0.35 + 0.5 * 0.15) and found.mce == pytest.approx(0.35)
+    diagram = reliability([0.1, 0.2, 0.9, 0.8], [0, 1, 1, 1], bins=2)
+    assert diagram.count.tolist() == [2, 2]
+    assert diagram.confidence.tolist() == pytest.approx([0.15, 0.85])
+    assert diagram.frequency.tolist() == [0.5, 1.0]
+    assert diagram.ece == pytest.approx(0.5 * 0.35 + 0.5 * 0.15) and diagram.mce == pytest.approx(0.35)
 
 
 def test_a_probability_on_an_edge_goes_up_and_empty_bins_are_nan() -> None:
-    found = reliability([0.5, 1.0, 0.0], [1, 1, 0], bins=4)
-    assert found.count.tolist() == [1, 0, 1, 1]
-    assert math.isnan(found.confidence[1]) and found.ece == pytest.approx(0.5 / 3)
+    diagram = reliability([0.5, 1.0, 0.0], [1, 1, 0], bins=4)
+    assert diagram.count.tolist() == [1, 0, 1, 1]
+    assert math.isnan(diagram.confidence[1]) and diagram.ece == pytest.approx(0.5 / 3)
 
 
 def test_win_probability_is_the_integral() -> None:
@@ -47,9 +47,9 @@ def test_temperature_is_found_and_useless_logits_are_said_to_be() -> None:
     rng = np.random.default_rng(0)
     true = rng.normal(0, 2, 20_000)
     y = (rng.random(20_000) < 1 / (1 + np.exp(-true))).astype(float)
-    found = fit_temperature(3 * true, y)
-    assert found.value == pytest.approx(3.0, rel=0.05)
-    assert found.nll == pytest.approx(float(nll(found.apply(3 * true), y).mean()), abs=1e-9)
+    temperature = fit_temperature(3 * true, y)
+    assert temperature.value == pytest.approx(3.0, rel=0.05)
+    assert temperature.nll == pytest.approx(float(nll(temperature.apply(3 * true), y).mean()), abs=1e-9)
     against = fit_temperature(-true, y)
     assert math.isinf(against.value) and against.apply([5.0])[0] == 0.5
     assert fit_temperature([1.0, -1.0], [1.0, 0.0]).value == pytest.approx(1e-4)  # separable: ever colder
@@ -59,11 +59,11 @@ def test_cross_fitting_uses_the_other_folds() -> None:
     rng = np.random.default_rng(0)
     z, fold = rng.normal(size=400), np.arange(400) % 2
     y = (rng.random(400) < 1 / (1 + np.exp(-np.where(fold == 0, 4.0, 1.0) * z))).astype(float)
-    found = cross_fitted_temperature(z, y, fold)
-    one, other = (fit_temperature(z[fold == k], y[fold == k]) for k in (0, 1))
-    assert other.value > 2 * one.value
-    assert found[fold == 0].tolist() == other.apply(z[fold == 0]).tolist()
-    assert found[fold == 1].tolist() == one.apply(z[fold == 1]).tolist()
+    prob = cross_fitted_temperature(z, y, fold)
+    first, second = (fit_temperature(z[fold == k], y[fold == k]) for k in (0, 1))
+    assert second.value > 2 * first.value
+    assert prob[fold == 0].tolist() == second.apply(z[fold == 0]).tolist()
+    assert prob[fold == 1].tolist() == first.apply(z[fold == 1]).tolist()
 
 
 def test_auroc_counts_pairs() -> None:
@@ -79,15 +79,15 @@ def test_auroc_counts_pairs() -> None:
 
 
 def test_risk_coverage_by_hand() -> None:
-    found = risk_coverage([0.1, 0.4, 0.2, 0.3], [0, 1, 0, 1])
-    assert found.coverage.tolist() == [0.25, 0.5, 0.75, 1.0]
-    assert found.risk.tolist() == pytest.approx([0, 0, 1 / 3, 0.5])
-    assert found.area == pytest.approx((0 + 0 + 1 / 3 + 0.5) / 4) and found.at(0.5) == 0.0
+    curve = risk_coverage([0.1, 0.4, 0.2, 0.3], [0, 1, 0, 1])
+    assert curve.coverage.tolist() == [0.25, 0.5, 0.75, 1.0]
+    assert curve.risk.tolist() == pytest.approx([0, 0, 1 / 3, 0.5])
+    assert curve.area == pytest.approx((0 + 0 + 1 / 3 + 0.5) / 4) and curve.at(0.5) == 0.0
 
 
 def test_equal_certainty_is_answered_in_random_order() -> None:
-    found = risk_coverage([1.0, 1.0, 1.0, 1.0], [1, 0, 0, 0])
-    assert found.coverage.tolist() == [1.0] and found.area == pytest.approx(0.25) and found.at(0.3) == 0.25
+    curve = risk_coverage([1.0, 1.0, 1.0, 1.0], [1, 0, 0, 0])
+    assert curve.coverage.tolist() == [1.0] and curve.area == pytest.approx(0.25) and curve.at(0.3) == 0.25
 
 
 def test_swapped_sides_show_a_bias() -> None:
@@ -95,11 +95,11 @@ def test_swapped_sides_show_a_bias() -> None:
     sigmoid = lambda z: 1 / (1 + np.exp(-z))  # noqa: E731
     scores = from_probabilities("judge", sigmoid(quality + bias), swapped=sigmoid(-quality + bias))
     assert scores.margin.tolist() == pytest.approx(quality.tolist())
-    found = swap_consistency(scores)
-    assert found is not None
-    assert found["position_bias"] == pytest.approx(bias)
-    assert found["same_winner"] == pytest.approx(2 / 3)  # of the weak one the left side always wins
-    assert found["left_share"] == pytest.approx((2 + 2) / 6)
+    consistency = swap_consistency(scores)
+    assert consistency is not None
+    assert consistency["position_bias"] == pytest.approx(bias)
+    assert consistency["same_winner"] == pytest.approx(2 / 3)  # of the weak one the left side always wins
+    assert consistency["left_share"] == pytest.approx((2 + 2) / 6)
 
 
 def test_failed_answers_are_no_margins() -> None:

@@ -15,9 +15,9 @@ from visalign.evaluation.statistics.comparisons import cluster_std, holm, mcnema
 def test_mcnemar_is_the_exact_binomial_test() -> None:
     first = [True] * 8 + [False] * 2 + [True] * 5
     second = [False] * 8 + [True] * 2 + [True] * 5
-    found = mcnemar(first, second)
-    assert [found[key] for key in ("pairs", "first_only", "second_only")] == [15, 8, 2]
-    assert found["p_value"] == pytest.approx(2 * stats.binom.cdf(2, 10, 0.5))
+    comparison = mcnemar(first, second)
+    assert [comparison[key] for key in ("pairs", "first_only", "second_only")] == [15, 8, 2]
+    assert comparison["p_value"] == pytest.approx(2 * stats.binom.cdf(2, 10, 0.5))
     assert mcnemar([True], [True])["p_value"] == 1.0
 
 
@@ -28,9 +28,9 @@ def test_prompts_are_flipped_whole_and_ties_count_half() -> None:
     change = np.array([(first - second)[cluster == c].sum() for c in range(9)])
     sums = np.array([np.dot(signs, change) for signs in product([1, -1], repeat=9)])
     expected = np.mean(np.abs(sums) >= abs(change.sum()) - 1e-9)
-    found = mcnemar(first, second, cluster.tolist())
-    assert found["p_value"] == pytest.approx(expected)
-    assert found["p_value"] != pytest.approx(mcnemar(first, second)["p_value"], rel=0.02)
+    comparison = mcnemar(first, second, cluster.tolist())
+    assert comparison["p_value"] == pytest.approx(expected)
+    assert comparison["p_value"] != pytest.approx(mcnemar(first, second)["p_value"], rel=0.02)
 
 
 def test_holm_by_hand() -> None:
@@ -39,7 +39,7 @@ def test_holm_by_hand() -> None:
 
 
 def test_power_says_how_many_pairs_a_difference_needs() -> None:
-    """Drawn as often as it says, the difference is found four times in five."""
+    """With that many pairs, the difference is found four times in five."""
     rng = np.random.default_rng(5)
 
     def draw(count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -52,8 +52,8 @@ def test_power_says_how_many_pairs_a_difference_needs() -> None:
     std = cluster_std(first - second, range(len(first)))
     needed = power(difference, std, len(first))["needed"]
     assert needed is not None and needed < 5_000
-    found = sum(mcnemar(*draw(int(needed)))["p_value"] < 0.05 for _ in range(300)) / 300
-    assert found == pytest.approx(0.8, abs=0.07)
+    share = sum(mcnemar(*draw(int(needed)))["p_value"] < 0.05 for _ in range(300)) / 300
+    assert share == pytest.approx(0.8, abs=0.07)
     smallest = power(difference, std, len(first))["smallest"]
     assert smallest is not None
     assert power(smallest, std, len(first))["needed"] == pytest.approx(len(first), abs=1)

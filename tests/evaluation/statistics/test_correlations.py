@@ -43,19 +43,19 @@ def test_srcc_ignores_a_monotone_map_and_plcc_after_the_fit_nearly_does() -> Non
 
 @pytest.mark.parametrize("parameters", [4, 5])
 def test_the_fit_is_no_worse_than_any_map_of_a_grid(parameters: int) -> None:
-    """A set like a table of metrics (skewed scores, opinions with ends) on which fixed starts stay above."""
+    """A set like a table of metrics (skewed scores, bounded opinions) on which fixed starts stay above."""
     rng, n = np.random.default_rng(2), 30
     x = (rng.normal(size=n), rng.beta(0.6, 4, n), np.exp(rng.normal(size=n)))[2]
-    place = np.argsort(np.argsort(x)) / n
-    y = np.clip(3 + 1.2 * (place - 0.5) * 2 * rng.random() + rng.normal(0, 0.9, n), 1, 5)
+    rank = np.argsort(np.argsort(x)) / n
+    y = np.clip(3 + 1.2 * (rank - 0.5) * 2 * rng.random() + rng.normal(0, 0.9, n), 1, 5)
     z = (x - x.mean()) / x.std()
     best = np.inf
     for at in np.quantile(z, np.linspace(0, 1, 21)):
         for steep in np.geomspace(0.1, 100, 19):
             curve = special.expit(steep * (z - at))
             columns = np.stack([curve, np.ones(n), z][: parameters - 2], axis=1)
-            found = columns @ np.linalg.lstsq(columns, y, rcond=None)[0]
-            best = min(best, float(np.sqrt(np.mean((found - y) ** 2))))
+            fitted = columns @ np.linalg.lstsq(columns, y, rcond=None)[0]
+            best = min(best, float(np.sqrt(np.mean((fitted - y) ** 2))))
     assert fit_logistic(x, y, cast(Any, parameters)).rmse <= best + 1e-6
 
 

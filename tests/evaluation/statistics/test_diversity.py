@@ -40,10 +40,10 @@ def test_a_constant_reward_says_nothing() -> None:
 
 
 def test_support_metrics() -> None:
-    found = support_metrics(preserved=95, expanded=2, shrunk=5)
+    metrics = support_metrics(preserved=95, expanded=2, shrunk=5)
     expected = (0.95, 2 / 97, 2 * 0.95 * (2 / 97) / (0.95 + 2 / 97), -3 / 102)
-    given = (found.retention, found.discovery, found.dynamics, found.net_change)
-    assert given == pytest.approx(expected)
+    values = (metrics.retention, metrics.discovery, metrics.dynamics, metrics.net_change)
+    assert values == pytest.approx(expected)
     lost = support_metrics(preserved=0, expanded=0, shrunk=3)
     assert lost.retention == 0 and math.isnan(lost.discovery) and lost.net_change == -1
     assert support_metrics(preserved=0, expanded=1, shrunk=1).dynamics == 0

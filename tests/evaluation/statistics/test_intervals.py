@@ -29,8 +29,8 @@ def test_wilson_by_hand() -> None:
 def test_wilson_coverage_exactly_enumerated() -> None:
     """Coverage, summed over all binomial outcomes and averaged over p, is nominal within half a point."""
     n, grid = 40, np.linspace(0.05, 0.95, 181)
-    found = [wilson_interval(k, n) for k in range(n + 1)]
-    low, high = np.array([i.low for i in found]), np.array([i.high for i in found])
+    intervals = [wilson_interval(k, n) for k in range(n + 1)]
+    low, high = np.array([i.low for i in intervals]), np.array([i.high for i in intervals])
     inside = (low[None] <= grid[:, None]) & (grid[:, None] <= high[None])
     coverage = (stats.binom.pmf(np.arange(n + 1)[None], n, grid[:, None]) * inside).sum(1)
     assert coverage.mean() == pytest.approx(0.95, abs=0.005)
@@ -58,8 +58,8 @@ def test_bootstrap_covers_the_truth() -> None:
     rng, hits, runs = np.random.default_rng(0), 0, 300
     for run in range(runs):
         before, after, cluster = clustered(rng, 25, 4)
-        found = paired_bootstrap(before, after, cluster, generator=seeded(run), resamples=600)
-        hits += found.low <= 0.15 <= found.high
+        interval = paired_bootstrap(before, after, cluster, generator=seeded(run), resamples=600)
+        hits += interval.low <= 0.15 <= interval.high
     assert hits / runs == pytest.approx(0.95, abs=3 * math.sqrt(0.95 * 0.05 / runs))
 
 
@@ -106,19 +106,19 @@ def test_expanded_tail() -> None:
 
 def test_same_before_and_after_is_exactly_zero() -> None:
     same = np.array([0.0, 1.0, 1.0, 0.0])
-    found = paired_bootstrap(same, same, "aabb", generator=seeded())
-    assert (found.estimate, found.low, found.high) == (0.0, 0.0, 0.0)
-    assert not found.excludes_zero
+    interval = paired_bootstrap(same, same, "aabb", generator=seeded())
+    assert (interval.estimate, interval.low, interval.high) == (0.0, 0.0, 0.0)
+    assert not interval.excludes_zero
 
 
 def test_nan_pairs_are_left_out_and_too_few_clusters_give_no_interval() -> None:
     before, after = np.array([0.0, 1.0, np.nan, 0.0, 1.0]), np.array([1.0, 1.0, 1.0, np.nan, 0.0])
     valid = [0, 1, 4]
-    found = paired_bootstrap(before, after, range(5), generator=seeded())
-    assert found == paired_bootstrap(before[valid], after[valid], valid, generator=seeded())
-    one = paired_bootstrap([0.0, 0.0], [1.0, 0.0], ["p", "p"], generator=seeded())
-    assert one.estimate == 0.5 and math.isnan(one.low) and math.isnan(one.high)
-    assert not one.excludes_zero
+    interval = paired_bootstrap(before, after, range(5), generator=seeded())
+    assert interval == paired_bootstrap(before[valid], after[valid], valid, generator=seeded())
+    single = paired_bootstrap([0.0, 0.0], [1.0, 0.0], ["p", "p"], generator=seeded())
+    assert single.estimate == 0.5 and math.isnan(single.low) and math.isnan(single.high)
+    assert not single.excludes_zero
     assert math.isnan(paired_bootstrap([np.nan], [1.0], ["p"], generator=seeded()).estimate)
 
 

@@ -45,9 +45,9 @@ def test_a_policy_against_itself_changes_nothing() -> None:
 def test_a_crossing_within_the_noise_is_not_shown() -> None:
     tuned = torch.tensor([[1.0, 1], [0, 0], [0, 0], [1, 1]])
     base = torch.tensor([[1.0, 0], [0, 1], [1, 0], [0, 0]])
-    found = pass_at_k_curves(base, tuned, generator=_generator())
-    assert [p.change.estimate for p in found] == pytest.approx([0.125, -0.25])
-    assert crossing(found) == (2, False)
+    points = pass_at_k_curves(base, tuned, generator=_generator())
+    assert [p.change.estimate for p in points] == pytest.approx([0.125, -0.25])
+    assert crossing(points) == (2, False)
 
 
 def test_a_problem_counts_where_both_have_enough_known_samples() -> None:
@@ -71,8 +71,8 @@ def test_the_best_of_n_by_hand() -> None:
         spread = math.log(n) + (n - 1) * math.log(1 - eps) - (n - 1) / n
         return rest * spread + (1 - rest) * math.log((1 - rest) / eps)
 
-    wanted = [0, (kl(0.2, 2) + kl(0.4, 2)) / 2, kl(0.2, 4)]
-    assert [point.kl_estimate for point in points] == pytest.approx(wanted, abs=1e-6)
+    expected = [0, (kl(0.2, 2) + kl(0.4, 2)) / 2, kl(0.2, 4)]
+    assert [point.kl_estimate for point in points] == pytest.approx(expected, abs=1e-6)
     assert best_of_n_curve(reward[1:], log_prob[1:], generator=_generator()) == []
 
 
@@ -83,8 +83,8 @@ def test_the_gap_to_the_second_choice() -> None:
 
 
 def test_what_a_clip_took_by_hand() -> None:
-    found = clip_bias(torch.tensor([0.0, 0.1, 0.0, 0.1]), torch.tensor([0.0, 0.3, 0.1, 0.0]))
-    assert found == pytest.approx({"low": 0.05, "high": 0.1, "net": 0.05, "iterations": 0.75})
+    bias = clip_bias(torch.tensor([0.0, 0.1, 0.0, 0.1]), torch.tensor([0.0, 0.3, 0.1, 0.0]))
+    assert bias == pytest.approx({"low": 0.05, "high": 0.1, "net": 0.05, "iterations": 0.75})
 
 
 def test_the_advantage_that_a_reward_by_lot_withholds() -> None:

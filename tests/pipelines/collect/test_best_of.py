@@ -20,11 +20,11 @@ from visalign.pipelines.collect.store import Plan, VoteStore
 from visalign.pipelines.collect.tasks import Form, read_tasks
 
 
-def _images(folder: Path, prompts: int = 3, each: int = 4) -> Path:
+def _images(folder: Path, prompts: int = 3, per_prompt: int = 4) -> Path:
     """Images of increasing brightness."""
     folder.mkdir()
     for prompt in range(prompts):
-        for number in range(each):
+        for number in range(per_prompt):
             Image.new("RGB", (16, 16), (60 * number,) * 3).save(folder / f"{prompt}_{number}.png")
             (folder / f"{prompt}_{number}.txt").write_text(f"prompt {prompt}")
     return folder
@@ -38,13 +38,13 @@ def _store(tmp_path: Path) -> VoteStore:
 def _vote(store: VoteStore, name: str, number: int) -> None:
     """Choose the image of this number in every group, wherever it is on the screen."""
     store.join(name)
-    while (shown := store.next(name)) is not None:
-        place = next(p for p in shown.task.places if shown.image(p).endswith(f"_{number}.png"))
-        store.vote(name, shown.assignment, {"choice": place}, client=f"{name} {shown.assignment}", seconds=1.0)
+    while (question := store.next(name)) is not None:
+        choice = next(p for p in question.task.places if question.image(p).endswith(f"_{number}.png"))
+        store.vote(name, question.assignment, {"choice": choice}, client=f"{name} {question.assignment}", seconds=1.0)
 
 
 def test_groups_are_of_one_prompt_and_disjoint(tmp_path):
-    folder = _images(tmp_path / "set", each=9)
+    folder = _images(tmp_path / "set", per_prompt=9)
     with pytest.warns(UserWarning, match=r"3 images are left out: a group has 4.*10 groups at most"):
         tasks = read_tasks([str(folder)], single=False, best_of=4)
     assert len(tasks) == 6 and {task.places for task in tasks} == {("1", "2", "3", "4")}
@@ -55,7 +55,7 @@ def test_groups_are_of_one_prompt_and_disjoint(tmp_path):
 
 
 def test_export_and_report(tmp_path):
-    """Two of three voters choose image 3, one image 1: 3 wins by 2 : 1 over 1, by 2 : 0 and 1 : 0 over the others."""
+    """Two voters choose image 3, one image 1: 3 beats 1 by 2 : 1, and both beat the others unanimously."""
     with closing(_store(tmp_path)) as store:
         for name, number in (("Ada", 3), ("Bo", 3), ("Cy", 1)):
             _vote(store, name, number)
@@ -67,7 +67,7 @@ def test_export_and_report(tmp_path):
     for row in rows:
         left, right = (Path(row[f"image_{side}"]).stem[-1] for side in ("left", "right"))
         shares[left, right], shares[right, left] = row["label"], 1 - row["label"]
-    assert len(rows) == 3 * 5 and ("0", "2") not in shares  # of neither a vote
+    assert len(rows) == 3 * 5 and ("0", "2") not in shares  # nobody chose either
     assert shares["3", "1"] == pytest.approx(2 / 3) and shares["3", "0"] == shares["1", "2"] == 1
     pairs = load_preferences(str(tmp_path / "pairs.jsonl"))
     assert len(pairs) == 15 and {sum(pair.votes or ()) for pair in pairs.pairs} == {1, 2, 3}

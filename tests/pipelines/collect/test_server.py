@@ -36,8 +36,8 @@ def made(tmp_path: Path, form: Form | None = None, *, single: bool = False, coun
     tasks = []
     for number in range(count):
         right = "r1.bmp" if number == 1 else f"r{number}.png"
-        places = (str(tmp_path / f"l{number}.png"), str(tmp_path / right))
-        tasks.append(Task(prompt=f"image <i>{number}</i>", images=places[: 1 if single else 2]))
+        files = (str(tmp_path / f"l{number}.png"), str(tmp_path / right))
+        tasks.append(Task(prompt=f"image <i>{number}</i>", images=files[: 1 if single else 2]))
     return VoteStore.create(tmp_path / "v.sqlite", tasks, form or Form(), Plan(repeat_every=0))
 
 
@@ -75,18 +75,18 @@ def joined(url: str, name: str, **more: str) -> Any:
 
 def test_a_vote_from_the_first_question_to_the_file(store, url):
     ada = joined(url, "Ada")
-    shown = ada.post("/next", json={}).json()
-    assert shown["answered"] == 0 and shown["total"] == 6 and set(shown) == {
+    question = ada.post("/next", json={}).json()
+    assert question["answered"] == 0 and question["total"] == 6 and set(question) == {
         "name", "link", "answered", "total", "assignment", "prompt", "images", "answer",
     }  # fmt: skip
-    for side, place in shown["images"].items():
-        found = ada.get(place)
-        assert found.headers["content-type"] == "image/png", side
-        assert "l0" not in str(found.headers) and found.content[:4] == b"\x89PNG"
-        assert found.headers["cache-control"] == "no-store", "the next file of votes has the same numbers"
+    for side, address in question["images"].items():
+        response = ada.get(address)
+        assert response.headers["content-type"] == "image/png", side
+        assert "l0" not in str(response.headers) and response.content[:4] == b"\x89PNG"
+        assert response.headers["cache-control"] == "no-store", "the next file of votes has the same numbers"
     answer = {"choice": "left", "checklist": {"Is it red?": False}, "text": "Händ 🖐"}
     answer["boxes"] = [["left", 0, 0, 0.5, 1]]
-    sent = {"client": "c1", "assignment": shown["assignment"], "answer": answer, "seconds": 2.5}
+    sent = {"client": "c1", "assignment": question["assignment"], "answer": answer, "seconds": 2.5}
     for _ in range(2):
         assert ada.post("/vote", json=sent).json() == {"kept": "c1"}
     (vote,) = store.votes()
@@ -94,8 +94,8 @@ def test_a_vote_from_the_first_question_to_the_file(store, url):
     assert vote.answer["choice"] == side and vote.answer["boxes"] == [[side, 0, 0, 0.5, 1]]
     assert vote.answer["text"] == "Händ 🖐" and vote.seconds == 2.5
     back = ada.post("/back", json={}).json()
-    assert back["assignment"] == shown["assignment"] and back["answer"] == answer
-    assert ada.post("/back", json={"assignment": shown["assignment"]}).status_code == 404
+    assert back["assignment"] == question["assignment"] and back["answer"] == answer
+    assert ada.post("/back", json={"assignment": question["assignment"]}).status_code == 404
     link = ada.post("/next", json={}).json()["link"]
     other = client_of(url, follow_redirects=True)  # the same person at another machine
     assert other.get(link).status_code == 200 and other.post("/next", json={}).json()["name"] == "Ada"
@@ -159,8 +159,8 @@ def test_another_s_vote_too_much_and_what_is_no_json(store, url):
 
 def test_who_is_not_invited_and_who_asks_under_another_name(store):
     with serving(vote_server(store, invite="code", hosts=["127.0.0.1"])) as url:
-        found = httpx.post(f"{url}/join", json={"name": "Eve", "invite": "guess"})
-        assert found.status_code == 403 and "Only invited people" in found.json()["error"]
+        response = httpx.post(f"{url}/join", json={"name": "Eve", "invite": "guess"})
+        assert response.status_code == 403 and "Only invited people" in response.json()["error"]
         joined(url, "Ada", invite="code")
         assert httpx.get(url, headers={"Host": "evil.example"}).status_code == 400
 
@@ -233,11 +233,11 @@ def test_a_full_disk_is_said_and_loses_no_vote(store, url):
 
 def test_an_image_that_has_gone_is_said(store, url):
     ada = joined(url, "Ada")
-    shown = ada.post("/next", json={}).json()
+    question = ada.post("/next", json={}).json()
     for path in (*store.path.parent.glob("*.png"), *store.path.parent.glob("*.bmp")):
         path.unlink()
-    found = ada.get(shown["images"]["left"])
-    assert found.status_code == 404 and found.json()["error"] == "The image cannot be read: FileNotFoundError."
+    response = ada.get(question["images"]["left"])
+    assert response.status_code == 404 and response.json()["error"] == "The image cannot be read: FileNotFoundError."
 
 
 SIDES = ("left", "top", "width", "height")
@@ -314,7 +314,7 @@ def test_one_image_with_a_slider_and_a_box_drawn_by_pointer(tmp_path, browser):
     ):
         open_page(browser, url, 390, 844)
         type_name(browser, "Ada")
-        # The name's field takes no key once the question is there, be the next frame drawn or not.
+        # The name's field takes no key once the question is there, even before the next frame is drawn.
         assert browser.value("start(), show(now), document.activeElement.tagName") == "BODY"
         browser.press("4", 52)
         assert browser.value("document.querySelector('#word').textContent") == "good"

@@ -28,43 +28,43 @@ def made(path: Path, count: int = 12, gold: int = 0, form: Form | None = None, *
     return VoteStore.create(path, tasks, form or Form(), Plan(**plan))
 
 
-def answer_all(store: VoteStore, name: str, choice: str = "left", most: int = 1_000) -> list[votes_store.Assignment]:
-    seen = []
-    while len(seen) < most and (shown := store.next(name)) is not None:
-        store.vote(name, shown.assignment, {"choice": choice}, client=f"{name}{len(seen)}", seconds=1.0)
-        seen.append(shown)
-    return seen
+def answer_all(store: VoteStore, name: str, choice: str = "left", limit: int = 1_000) -> list[votes_store.Assignment]:
+    answered = []
+    while len(answered) < limit and (question := store.next(name)) is not None:
+        store.vote(name, question.assignment, {"choice": choice}, client=f"{name}{len(answered)}", seconds=1.0)
+        answered.append(question)
+    return answered
 
 
 def given(store: VoteStore, name: str) -> votes_store.Assignment:
     """The next task, which there must be."""
-    shown = store.next(name)
-    assert shown is not None
-    return shown
+    question = store.next(name)
+    assert question is not None
+    return question
 
 
 def test_order_and_sides_are_drawn_for_each_voter_and_recorded(tmp_path):
     store = made(tmp_path / "v.sqlite", count=40, votes=0, repeat_every=0)
     for name in "ab":
         store.join(name)
-    seen = {name: answer_all(store, name) for name in "ab"}
-    assert all(len(shown) == 40 for shown in seen.values())
-    orders = [[s.task.prompt for s in seen[name]] for name in "ab"]
+    answered = {name: answer_all(store, name) for name in "ab"}
+    assert all(len(own) == 40 for own in answered.values())
+    orders = [[s.task.prompt for s in answered[name]] for name in "ab"]
     assert orders[0] != orders[1] and sorted(orders[0]) == sorted(orders[1])
-    assert 8 <= sum(s.swapped for s in seen["a"]) <= 32  # the left of the screen was chosen always
+    assert 8 <= sum(s.swapped for s in answered["a"]) <= 32  # the left of the screen was chosen always
     for vote in store.votes():
         assert vote.answer["choice"] == ("right" if vote.swapped else "left")
     again = made(tmp_path / "w.sqlite", count=40, votes=0, repeat_every=0)
     again.join("a")
-    assert [s.task.prompt for s in answer_all(again, "a")] == orders[0]  # the seed says all of it
+    assert [s.task.prompt for s in answer_all(again, "a")] == orders[0]  # the seed decides it all
 
 
 def test_repeats_come_later_with_sides_exchanged_and_gold_in_its_turn(tmp_path):
     store = made(tmp_path / "v.sqlite", count=30, gold=4, votes=0, gold_every=5, repeat_every=7)
     store.join("a")
-    seen = answer_all(store, "a")
+    answered = answer_all(store, "a")
     votes = store.votes()
-    assert [v.position for v in votes] == list(range(len(seen)))
+    assert [v.position for v in votes] == list(range(len(answered)))
     golden = [v.position for v in votes if store.tasks[v.task].gold]
     assert golden == [4, 9, 14, 19]
     for vote in (v for v in votes if v.is_repeat):
@@ -72,31 +72,31 @@ def test_repeats_come_later_with_sides_exchanged_and_gold_in_its_turn(tmp_path):
         (first,) = (v for v in votes if v.task == vote.task and not v.is_repeat)
         assert vote.position - first.position > votes_store.GAP and vote.swapped != first.swapped
         assert store.tasks[vote.task].gold is None
-    assert Counter(v.is_repeat for v in votes)[True] == sum((p + 1) % 7 == 0 for p in range(len(seen)))
+    assert Counter(v.is_repeat for v in votes)[True] == sum((p + 1) % 7 == 0 for p in range(len(answered)))
 
 
 def test_enough_votes_are_enough_and_what_lapsed_is_given_again(tmp_path, monkeypatch):
     store = made(tmp_path / "v.sqlite", count=3, votes=1, repeat_every=0)
     for name in "abcd":
         store.join(name)
-    held = given(store, "a")
+    pending = given(store, "a")
     assert len(answer_all(store, "b")) == 2 and store.next("c") is None  # a looks at the third
     monkeypatch.setattr(votes_store, "LAPSES", -1.0)
     late = given(store, "c")
-    assert late is not None and late.task.key == held.task.key
-    assert given(store, "a").assignment == held.assignment  # still theirs
+    assert late is not None and late.task.key == pending.task.key
+    assert given(store, "a").assignment == pending.assignment  # still theirs
 
 
 def test_the_same_vote_twice_counts_once_and_a_correction_replaces(tmp_path):
     store = made(tmp_path / "v.sqlite")
     store.join("a")
-    shown = given(store, "a")
+    question = given(store, "a")
     for _ in range(3):
-        store.vote("a", shown.assignment, {"choice": "left"}, client="one", seconds=2)
-    assert given(store, "a").assignment != shown.assignment
+        store.vote("a", question.assignment, {"choice": "left"}, client="one", seconds=2)
+    assert given(store, "a").assignment != question.assignment
     back = store.before("a", None)
     assert back is not None
-    assert back.assignment == shown.assignment and back.answer == {"choice": "left"}
+    assert back.assignment == question.assignment and back.answer == {"choice": "left"}
     store.vote("a", back.assignment, {"choice": "tie"}, client="two", seconds=1)
     store.vote("a", back.assignment, {"choice": "left"}, client="one", seconds=2)  # late, from a slow net
     (vote,) = store.votes()
@@ -116,10 +116,10 @@ def test_nobody_votes_for_another(tmp_path):
         store.join("  ")
     with pytest.raises(VoteRefused, match="You are not known here"):
         store.voter("x")
-    shown = given(store, "ada")
-    with pytest.raises(VoteRefused, match=f"Task {shown.assignment} was not given to bob"):
-        store.vote("bob", shown.assignment, {"choice": "left"}, client="c", seconds=None)
-    store.vote("ada", shown.assignment, {"choice": "left"}, client="c", seconds=None)
+    question = given(store, "ada")
+    with pytest.raises(VoteRefused, match=f"Task {question.assignment} was not given to bob"):
+        store.vote("bob", question.assignment, {"choice": "left"}, client="c", seconds=None)
+    store.vote("ada", question.assignment, {"choice": "left"}, client="c", seconds=None)
     other = given(store, "ada")
     with pytest.raises(VoteRefused, match="The vote 'c' is of another task"):
         store.vote("ada", other.assignment, {"choice": "left"}, client="c", seconds=None)
@@ -153,9 +153,9 @@ def test_many_at_once_give_each_vote_once(tmp_path):
     for name in names:
         store.join(name)
     with ThreadPoolExecutor(6) as pool:
-        seen = list(pool.map(lambda name: answer_all(store, name), names))
+        answered = list(pool.map(lambda name: answer_all(store, name), names))
     counts = Counter(vote.task for vote in store.votes())
-    assert sum(map(len, seen)) == 120 and set(counts.values()) == {2}
+    assert sum(map(len, answered)) == 120 and set(counts.values()) == {2}
 
 
 VOTER = """
@@ -179,17 +179,17 @@ def test_a_vote_that_was_answered_for_survives_kill_9(tmp_path):
         assert voter.stdout is not None
         lines = [voter.stdout.readline() for _ in range(97)]
         os.kill(voter.pid, signal.SIGKILL)
-        said = [*lines, *voter.stdout]
-    kept = [line.split()[1] for line in said if line.startswith("kept")]
+        output = [*lines, *voter.stdout]
+    acknowledged = [line.split()[1] for line in output if line.startswith("kept")]
     db = sqlite3.connect(path)
-    there = [client for (client,) in db.execute("SELECT client FROM votes")]
-    assert len(kept) > 40 and set(kept) <= set(there) and len(set(there)) == len(there)
-    assert len(there) - len(kept) <= 1  # in the file, and not answered for before the kill
+    stored = [client for (client,) in db.execute("SELECT client FROM votes")]
+    assert len(acknowledged) > 40 and set(acknowledged) <= set(stored) and len(set(stored)) == len(stored)
+    assert len(stored) - len(acknowledged) <= 1  # in the file, but killed before its answer
     assert db.execute("SELECT COUNT(*) FROM votes WHERE revision > 1").fetchone() == (0,)
     store = VoteStore(path)
     open_ = store.next("a")
-    assert open_ is not None and f"a{open_.assignment}" not in there
-    assert json.loads(json.dumps(store.progress("a")))[0] == len(there)
+    assert open_ is not None and f"a{open_.assignment}" not in stored
+    assert json.loads(json.dumps(store.progress("a")))[0] == len(stored)
 
 
 def test_an_answer_seen_in_a_mirror():
@@ -203,12 +203,12 @@ def test_an_image_that_was_not_seen_is_no_vote_and_leaves_the_pair_to_others(tmp
     store = made(tmp_path / "v.sqlite", count=8, votes=1, repeat_every=2)
     for name in "ab":
         store.join(name)
-    shown = given(store, "a")
+    unseen = given(store, "a")
     for revision in range(2):
-        store.vote("a", shown.assignment, {"unseen": True}, client=f"u{revision}", seconds=1.0)
-    seen = answer_all(store, "a")
-    assert store.unseen() == 1 and shown.task not in [one.task for one in seen]
-    assert {vote.task for vote in store.votes()}.isdisjoint({t for t in store.tasks if store.tasks[t] == shown.task})
-    assert [one.task for one in answer_all(store, "b")] == [shown.task]
-    store.vote("a", shown.assignment, {"choice": "tie"}, client="late", seconds=1.0)
+        store.vote("a", unseen.assignment, {"unseen": True}, client=f"u{revision}", seconds=1.0)
+    answered = answer_all(store, "a")
+    assert store.unseen() == 1 and unseen.task not in [question.task for question in answered]
+    assert {vote.task for vote in store.votes()}.isdisjoint({t for t in store.tasks if store.tasks[t] == unseen.task})
+    assert [question.task for question in answer_all(store, "b")] == [unseen.task]
+    store.vote("a", unseen.assignment, {"choice": "tie"}, client="late", seconds=1.0)
     assert store.unseen() == 0

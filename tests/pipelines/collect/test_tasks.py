@@ -16,10 +16,10 @@ from visalign.pipelines.collect.tasks import Form, gold_tasks, read_tasks
 
 @pytest.fixture
 def images(tmp_path: Path) -> list[Path]:
-    found = [tmp_path / f"{name}.png" for name in "abcde"]
-    for number, path in enumerate(found):
+    paths = [tmp_path / f"{name}.png" for name in "abcde"]
+    for number, path in enumerate(paths):
         Image.new("RGB", (8, 8), (number * 40, 0, 0)).save(path)
-    return found
+    return paths
 
 
 def table(tmp_path: Path, *rows: dict) -> str:
@@ -33,11 +33,11 @@ def test_a_folder_makes_pairs_that_show_each_image_as_often(images, tmp_path):
     assert len(tasks) == 5 and {task.prompt for task in tasks} == {"a cat"}
     assert set(Counter(image for task in tasks for image in task.images).values()) == {2}
     assert len(read_tasks([str(tmp_path)], single=False, prompt="a cat", per_prompt=99)) == 10
-    others = [
+    draws = [
         read_tasks([str(tmp_path)], single=False, prompt="a cat", per_prompt=5, seed=seed)
         for seed in range(20)  # there are 12 such sets of pairs
     ]
-    assert len({frozenset(task.key for task in other) for other in others}) > 2
+    assert len({frozenset(task.key for task in draw) for draw in draws}) > 2
     single = read_tasks([str(tmp_path)], single=True, prompt="a cat")
     assert [Path(task.images[0]).name for task in single] == [path.name for path in images]
 

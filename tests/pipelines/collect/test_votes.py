@@ -35,25 +35,25 @@ def made(tmp_path: Path, count: int = 8, *, single: bool = False, gold: int = 0,
     """Pairs of a dark left and a bright right image."""
     tasks = []
     for number in range(count):
-        places = [tmp_path / f"{side}{number}.png" for side in "lr"]
-        for path, level in zip(places, (50, 150), strict=True):
+        paths = [tmp_path / f"{side}{number}.png" for side in "lr"]
+        for path, level in zip(paths, (50, 150), strict=True):
             Image.new("RGB", (8, 8), (level + number,) * 3).save(path)
-        images, known = tuple(map(str, places[: 1 if single else 2])), "right" if number < gold else None
+        images, answer = tuple(map(str, paths[: 1 if single else 2])), "right" if number < gold else None
         extra = {"generator_left": "old", "seed": number}
-        tasks.append(Task(prompt=f"p{number}", images=images, gold=known, extra=extra))
+        tasks.append(Task(prompt=f"p{number}", images=images, gold=answer, extra=extra))
     plan = Plan(votes=0, repeat_every=3, gold_every=2)
     return VoteStore.create(tmp_path / "v.sqlite", tasks, Form(**form), plan)
 
 
-def vote_all(store: VoteStore, name: str, said) -> None:
-    """Answer everything; `said` gives the answer to a task, sides as in the task."""
+def vote_all(store: VoteStore, name: str, answer_to) -> None:
+    """Answer everything; `answer_to` gives the answer to a task, sides as in the task."""
     store.join(name)
-    while (shown := store.next(name)) is not None:
-        answer = said(shown.task)
+    while (question := store.next(name)) is not None:
+        answer = answer_to(question.task)
         other = {"left": "right", "right": "left"}
-        if shown.swapped and answer.get("choice") in other:
+        if question.swapped and answer.get("choice") in other:
             answer = answer | {"choice": other[answer["choice"]]}
-        store.vote(name, shown.assignment, answer, client=f"{name} {shown.assignment}", seconds=2.0)
+        store.vote(name, question.assignment, answer, client=f"{name} {question.assignment}", seconds=2.0)
 
 
 def number_of(task: Task) -> int:
@@ -67,31 +67,31 @@ def test_three_voters_by_hand(tmp_path):
         vote_all(store, name, lambda task: {"choice": "right"})
     vote_all(store, "c", lambda task: {"choice": "left" if number_of(task) % 2 else "right"})
     votes = select_votes(store)
-    found = report(store, votes, SETTINGS)
+    summary = report(store, votes, SETTINGS)
     # each voter answered 8 pairs and 1 to 3 of them again
-    assert found["tasks"] == found["voted"] == 8 and found["votes"] == len(votes) > 24
+    assert summary["tasks"] == summary["voted"] == 8 and summary["votes"] == len(votes) > 24
     # observed disagreement 4·2·2/(3−1)... of 24 votes and their mirror images: expected ½ of all pairs
-    apart, total, sides = 2 * 4 * (9 - 5) / 2, 48, 24
-    assert found["alpha"]["estimate"] == pytest.approx(1 - (total - 1) * apart / (total**2 - 2 * sides**2))
-    a, _, c = found["annotators"]
+    disagreement, total, sides = 2 * 4 * (9 - 5) / 2, 48, 24
+    assert summary["alpha"]["estimate"] == pytest.approx(1 - (total - 1) * disagreement / (total**2 - 2 * sides**2))
+    a, _, c = summary["annotators"]
     assert a["rest"]["estimate"] == pytest.approx((4 + 4 * 0.5) / 8) and c["rest"]["estimate"] == 0.5
     assert a["repeats"]["estimate"] == 1.0 and a["seconds"] == 2.0 and a["gold"]["estimate"] is None
     assert a["reliability"] > c["reliability"]
-    assert found["split"] == 4 and {d["task"] % 2 for d in found["disputed"]} == {0}
-    page = votes_page(found, with_images(store, found))
+    assert summary["split"] == 4 and {d["task"] % 2 for d in summary["disputed"]} == {0}
+    page = votes_page(summary, with_images(store, summary))
     assert page.count("data:image/png") == 8 and "Most disputed" in page
-    (table,) = file_tables(found)
+    (table,) = file_tables(summary)
     assert [row[0] for row in table.rows] == ["a", "b", "c"]
 
 
 def test_gold_is_asked_for_the_voter_alone(tmp_path):
     store = made(tmp_path, gold=2)
     vote_all(store, "a", lambda task: {"choice": "left"})
-    found = report(store, select_votes(store), SETTINGS)
-    assert found["annotators"][0]["gold"]["estimate"] == 0.0 and found["voted"] == 6
+    summary = report(store, select_votes(store), SETTINGS)
+    assert summary["annotators"][0]["gold"]["estimate"] == 0.0 and summary["voted"] == 6
     assert len(export_rows(store, select_votes(store))) == 6
-    assert "Nothing has two votes" in " ".join(found["notes"])
-    assert "All votes are for the left image of the table" in " ".join(found["notes"])
+    assert "Nothing has two votes" in " ".join(summary["notes"])
+    assert "All votes are for the left image of the table" in " ".join(summary["notes"])
 
 
 def test_the_export_is_a_preference_set_with_all_that_was_said(tmp_path):
@@ -100,15 +100,15 @@ def test_the_export_is_a_preference_set_with_all_that_was_said(tmp_path):
     vote_all(store, "b", lambda task: {"choice": "left" if number_of(task) < 2 else "right"})
     path = tmp_path / "votes.jsonl"
     write_rows(path, export_rows(store, select_votes(store)))
-    found = load_preferences(path)
-    assert [pair.votes for pair in found.pairs[:3]] == [(1, 1, 0), (1, 1, 0), (0, 2, 0)]
-    assert [pair.label for pair in found.pairs[:3]] == [0.5, 0.5, 0.0]
-    first = found.pairs[0]
+    preferences = load_preferences(path)
+    assert [pair.votes for pair in preferences.pairs[:3]] == [(1, 1, 0), (1, 1, 0), (0, 2, 0)]
+    assert [pair.label for pair in preferences.pairs[:3]] == [0.5, 0.5, 0.0]
+    first = preferences.pairs[0]
     assert first.ballots == (("a", 0.0), ("b", 1.0)) and first.generator_left == "old"
     assert first.extra["answers"] == [{"annotator": "a", "text": "dark"}] and first.extra["seed"] == 0
     assert first.extra["checklist"] == {"bright?": [0, 1]}
     assert json.loads(path.read_text().split("\n")[0])["image_left"] == "l0.png"  # goes where its folder goes
-    assert check_preferences(found) is not None
+    assert check_preferences(preferences) is not None
     soft = export_rows(store, select_votes(store), model=True)
     write_rows(tmp_path / "soft.jsonl", soft)
     labels = [pair.label for pair in load_preferences(tmp_path / "soft.jsonl").pairs]
@@ -123,15 +123,15 @@ def test_grades_of_single_images_become_a_quality_set(tmp_path):
     store = made(tmp_path, single=True, slider=QUALITY_WORDS)
     for name, shift in (("a", 0.0), ("b", 0.5), ("c", 1.0)):
         vote_all(store, name, lambda task, shift=shift: {"slider": 1 + number_of(task) / 4 + shift})
-    found = report(store, select_votes(store), SETTINGS)
-    assert found["alphas"]["slider"]["estimate"] > 0.5
-    a, b, _ = found["annotators"]
+    summary = report(store, select_votes(store), SETTINGS)
+    assert summary["alphas"]["slider"]["estimate"] > 0.5
+    a, b, _ = summary["annotators"]
     assert a["above_the_rest"] == pytest.approx(-0.75) and b["above_the_rest"] == pytest.approx(0.0)
     path = tmp_path / "quality.jsonl"
     write_rows(path, export_rows(store, select_votes(store)))
     records = load_quality(path).records
     assert records[2].mos == pytest.approx(2.0) and records[2].std == pytest.approx(0.5)
-    assert "apart" in votes_page(found, with_images(store, found))
+    assert "apart" in votes_page(summary, with_images(store, summary))
     with pytest.raises(UserError, match="--model is of pairs"):
         export_rows(store, select_votes(store), model=True)
     with pytest.raises(UserError, match="A judge votes on pairs"):
@@ -146,8 +146,8 @@ def test_judges_vote_under_their_own_names_and_go_on(tmp_path):
     vote_all(store, "a", lambda task: {"choice": "right"})
     votes = select_votes(store)
     assert {v.answer["choice"] for v in votes if v.is_judge} == {"right"}
-    found = report(store, votes, SETTINGS)
-    assert (found["people"], found["judges"]) == (1, 2)
+    summary = report(store, votes, SETTINGS)
+    assert (summary["people"], summary["judges"]) == (1, 2)
     assert [row["votes"] for row in export_rows(store, select_votes(store, ["bright", "pairs"]))] == [[0, 1, 0]] * 8
 
 
@@ -155,7 +155,7 @@ class Halting:
     name = "halting"
 
     def compare(self, left, right, prompts, metadata=None):
-        """The first pair fails; of the others the left is better by its place alone."""
+        """The first pair fails; in the others the left is better by its place alone."""
         valid = torch.tensor([prompt != "p0" for prompt in prompts])
         prob = torch.where(valid, 1.0, math.nan)  # a certain answer is bounded and averaged as well
         return Preferences(prob=prob, valid=valid, reason=[None if ok else "too dark" for ok in valid.tolist()])
@@ -168,13 +168,13 @@ def test_models_are_ranked_and_named_in_every_export(tmp_path):
         store.tasks[number] = replace(task, extra=names)
     vote_all(store, "a", lambda task: {"choice": "tie" if number_of(task) < 2 else "right"})
     votes = select_votes(store)
-    found = report(store, votes, SETTINGS)
-    first, second = found["models"]
+    summary = report(store, votes, SETTINGS)
+    first, second = summary["models"]
     assert (first["name"], first["estimate"], first["pairs"]) == ("new", 7 / 8, 8)
     assert second["estimate"] == 1 / 8 and second["low"] == pytest.approx(1 - first["high"])
-    assert "new against old: 87.5" in models_line(found)[0] and models_line(found)[0].endswith("new is preferred.")
-    assert '<section id="models">' in votes_page(found, []) and file_tables(found)[1].name == "models"
-    three = found | {"models": [first, second, first | {"name": "third"}]}
+    assert "new against old: 87.5" in models_line(summary)[0] and models_line(summary)[0].endswith("new is preferred.")
+    assert '<section id="models">' in votes_page(summary, []) and file_tables(summary)[1].name == "models"
+    three = summary | {"models": [first, second, first | {"name": "third"}]}
     assert "third 87.5" in models_line(three)[0]
     task, *_ = to_label_studio(vote_rows(store, votes))
     assert task["data"]["generator_right"] == export_rows(store, votes)[0]["generator_right"] == "new"
@@ -194,8 +194,8 @@ def test_folders_alone_start_a_file(tmp_path, monkeypatch):
     for name in ("a", "b"):
         Path(name).mkdir()
         Image.new("RGB", (8, 8), "red" if name == "a" else "blue").save(f"{name}/1.png")
-    found = CliRunner().invoke(app, ["collect", "a", "b", "-p", "a cat", "--judge", "sharpness"])
-    assert found.exit_code == 0 and "voted on 1 pairs" in found.output and Path("votes.sqlite").is_file(), found.output
+    reply = CliRunner().invoke(app, ["collect", "a", "b", "-p", "a cat", "--judge", "sharpness"])
+    assert reply.exit_code == 0 and "voted on 1 pairs" in reply.output and Path("votes.sqlite").is_file(), reply.output
 
 
 def test_the_command(tmp_path):
@@ -207,16 +207,16 @@ def test_the_command(tmp_path):
     table = tmp_path / "pairs.jsonl"
     rows = [{"prompt": "p", "image_left": f"l{n}.png", "image_right": f"r{n}.png"} for n in range(4)]
     table.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    found = run.invoke(app, ["collect", file, str(table), "--judge", "sharpness"])
-    assert found.exit_code == 0 and "sharpness voted on 4 pairs" in found.output
+    reply = run.invoke(app, ["collect", file, str(table), "--judge", "sharpness"])
+    assert reply.exit_code == 0 and "sharpness voted on 4 pairs" in reply.output
     for tool in ("label-studio", "argilla"):
         path = tmp_path / f"{tool}.json"
         assert run.invoke(app, ["collect", file, "--export", str(path), "--format", tool]).exit_code == 0
         assert {(p.image_left, p.label) for p in load_preferences(path).pairs} == {
             (str(tmp_path / f"l{n}.png"), 0.5) for n in range(4)
         }
-    found = run.invoke(app, ["collect", file, "--export", f"{tmp_path}/e.jsonl", "--report", f"{tmp_path}/r.html"])
-    assert found.exit_code == 0 and "4 records" in found.output and (tmp_path / "r.html").is_file()
+    reply = run.invoke(app, ["collect", file, "--export", f"{tmp_path}/e.jsonl", "--report", f"{tmp_path}/r.html"])
+    assert reply.exit_code == 0 and "4 records" in reply.output and (tmp_path / "r.html").is_file()
     for arguments, why in (
         ([file, "--single", "--export", "x.jsonl"], "The questions and voters of a file are fixed at its start"),
         ([file, "--export", "x.json", "--format", "argilla", "--model"], "argilla writes every vote as it is"),
@@ -225,5 +225,5 @@ def test_the_command(tmp_path):
         ([file, "--export", "x.txt"], ".jsonl"),
         ([file, "--report", str(tmp_path / "s.html"), "--leave-out", "sharpness"], "no vote besides those left"),
     ):
-        found = run.invoke(app, ["collect", *arguments])
-        assert found.exit_code == 2 and why in found.output.replace("\n", " "), found.output
+        reply = run.invoke(app, ["collect", *arguments])
+        assert reply.exit_code == 2 and why in reply.output.replace("\n", " "), reply.output

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`visalign agree`: correlations by hand, within prompts against over all, where rewards part, bad sets."""
+"""`visalign agree`: correlations by hand, within prompts against over all, where rewards disagree, bad sets."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ NAN = math.nan
 
 def test_ranks_within_groups_by_hand() -> None:
     groups = np.array([0, 1, 0, 1, 1, 2])
-    found = _within_ranks(np.array([5.0, 1.0, 3.0, 1.0, 9.0, 7.0]), groups)
-    assert found.tolist() == pytest.approx([0.25, -0.5 / 3, -0.25, -0.5 / 3, 1 / 3, 0.0])
+    ranks = _within_ranks(np.array([5.0, 1.0, 3.0, 1.0, 9.0, 7.0]), groups)
+    assert ranks.tolist() == pytest.approx([0.25, -0.5 / 3, -0.25, -0.5 / 3, 1 / 3, 0.0])
 
 
 def test_same_order_leaves_ties_out() -> None:
@@ -61,8 +61,8 @@ def test_agreement_over_all_is_spearman_and_within_can_be_its_opposite() -> None
     assert perfect["within"]["estimate"] == pytest.approx(-1.0) and perfect["within"]["high"] is None
     assert pair["pairs"] == 40 * 10 and pair["images"] == 200
     assert pair["kendall_b"] == pytest.approx(tau)
-    (said,) = sentences({"pairs": [pair], "rewards": []})
-    assert said == "x and y pull in opposite directions within prompts: a mixture pays for their compromise."
+    (sentence,) = sentences({"pairs": [pair], "rewards": []})
+    assert sentence == "x and y pull in opposite directions within prompts: a mixture pays for their compromise."
 
 
 def test_what_is_not_judged_or_not_defined_is_left_out_and_said() -> None:
@@ -73,8 +73,8 @@ def test_what_is_not_judged_or_not_defined_is_left_out_and_said() -> None:
     assert flat["overall"]["estimate"] is None and flat["note"] == "the first gives all 4 images the same score"
     [few] = agreement(["x", "y"], [[1, NAN, NAN, 4], [1, 2, 3, 5]], prompts)
     assert few["note"] == "2 images were scored by both; 3 are needed"
-    [alone] = agreement(["x", "y"], [[1, 2, 3, 4], [1, 2, 3, 5]], list("abcd"))
-    assert alone["within"]["estimate"] is None and "no prompt has two images" in alone["note"]
+    [single] = agreement(["x", "y"], [[1, 2, 3, 4], [1, 2, 3, 5]], list("abcd"))
+    assert single["within"]["estimate"] is None and "no prompt has two images" in single["note"]
 
 
 def test_where_two_part() -> None:
@@ -104,7 +104,7 @@ def test_a_set_is_scored_and_directions_are_turned(tmp_path: Path) -> None:
     third = f"{result['pairs'][1]['overall']['estimate']:.2f}".replace("-", "−")
     assert re.findall(r'class="number".*?>(.*?)<', overall)[:2] == ["−1.00", third]
     two = result | {"rewards": result["rewards"][:2], "pairs": result["pairs"][:1]}
-    absent = {shown["image"]: None for shown in result["pairs"][0]["disagreements"]}
+    absent = {disagreement["image"]: None for disagreement in result["pairs"][0]["disagreements"]}
     assert "<figure" not in agree_page(two, absent), "one number needs no map"
 
 
@@ -125,12 +125,12 @@ def test_scores_of_several_rewards_as_score_writes_them(tmp_path: Path, monkeypa
         Image.new("RGB", (8, 8), (9, 40 * level, 9 + 7 * (level % 3))).save(tmp_path / f"{level}.png")
     names = [word for name in ("saturation", "brightness") for word in ("-r", name)]
     assert CliRunner().invoke(app, ["score", ".", *names, "-o", "long.csv"]).exit_code == 0
-    asked = CliRunner().invoke(app, ["agree", ".", *names, "-p", "x", "--json"])
+    scored = CliRunner().invoke(app, ["agree", ".", *names, "-p", "x", "--json"])
     columns = ["-s" if word == "-r" else word for word in names]
     read = CliRunner().invoke(app, ["agree", "long.csv", *columns, "--json"])
     assert read.exit_code == 0, read.output
-    wanted, found = (json.loads(result.stdout)["pairs"][0] for result in (asked, read))
-    assert found["images"] == 6 and found["overall"] == wanted["overall"]
+    expected, pair = (json.loads(result.stdout)["pairs"][0] for result in (scored, read))
+    assert pair["images"] == 6 and pair["overall"] == expected["overall"]
     with pytest.warns(UserWarning, match="6 of 12 rows name an image again, which counts once"):
         again = CliRunner().invoke(app, ["agree", "long.csv", *names, "--json"])
     assert json.loads(again.stdout)["set"]["images"] == 6
@@ -142,9 +142,9 @@ def test_the_command_reads_tables_of_pairs_folders_and_resumes(tmp_path: Path, m
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "pairs.jsonl", list(shapes_pairs(6).pairs))
     base = ["agree", "pairs.jsonl", "-r", "saturation", "-r", "brightness", "-o", "out"]
-    done = CliRunner().invoke(app, base)
-    assert done.exit_code == 0, done.output
-    assert "12 images" in done.output and (tmp_path / "out/agreement.html").is_file()
+    result = CliRunner().invoke(app, base)
+    assert result.exit_code == 0, result.output
+    assert "12 images" in result.output and (tmp_path / "out/agreement.html").is_file()
     assert len((tmp_path / "out/scores.jsonl").read_text().splitlines()) == 1 + 24
     again = CliRunner().invoke(app, base)
     assert again.exit_code == 2

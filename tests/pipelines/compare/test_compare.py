@@ -74,9 +74,9 @@ def test_a_difference_counts_against_what_nobody_sees(gap: float, winner: str, s
 def test_a_probability_is_sure_unsure_or_a_tie(odds: float, winner: str, sure: bool | None) -> None:
     entry = one(BrightnessPairs(scale=odds), list(grey([1.0, 0.0])))
     assert (entry["winner"], entry["sure"]) == (winner, sure)
-    told = compare_images(list(grey([1.0, 0.0])), "x", {"a": BrightnessPairs(scale=-0.6)})
-    assert told["summary"] == "B rather than A, but the judge is unsure." and told["unsure"] == ["a"]
-    assert "sure from 75%" in told["rule"]
+    comparison = compare_images(list(grey([1.0, 0.0])), "x", {"a": BrightnessPairs(scale=-0.6)})
+    assert comparison["summary"] == "B rather than A, but the judge is unsure." and comparison["unsure"] == ["a"]
+    assert "sure from 75%" in comparison["rule"]
 
 
 def test_both_orders_take_the_position_bias_out() -> None:
@@ -114,10 +114,10 @@ class Explains(Brightness):
     """Writes why, in parts and in words that are not to be trusted."""
 
     def score(self, images: Any, prompts: Any, metadata: Any = None) -> Scores:
-        found = super().score(images, prompts, metadata)
-        parts = {"light_part": found.value.clone()}
-        said = ["<script>bad</script>", "fine"]
-        return Scores(value=found.value, valid=found.valid, unit="x", parts=parts, text=said)
+        scores = super().score(images, prompts, metadata)
+        parts = {"light_part": scores.value.clone()}
+        texts = ["<script>bad</script>", "fine"]
+        return Scores(value=scores.value, valid=scores.valid, unit="x", parts=parts, text=texts)
 
 
 def test_votes_are_counted_and_the_page_shows_why() -> None:
@@ -166,18 +166,18 @@ def visalign(*arguments: str) -> Any:
 
 def test_the_command_compares_and_writes(images: Path) -> None:
     base = ("compare", "a.png", "b.png", "-p", "a red square", "-r", "saturation", "-r", "jpeg_size")
-    done = visalign(*base, "--option", "jpeg_size.quality=50", "-o", "page.html")
-    assert done.exit_code == 0, done.output
-    assert "saturation" in done.output and "B is better" in " ".join(done.output.split())
+    outcome = visalign(*base, "--option", "jpeg_size.quality=50", "-o", "page.html")
+    assert outcome.exit_code == 0, outcome.output
+    assert "saturation" in outcome.output and "B is better" in " ".join(outcome.output.split())
     page = (images / "page.html").read_text()
     assert "Image A: a.png" in page and "12×8" in page
     again = visalign(*base, "-o", "page.html")
     assert again.exit_code == 2 and "'page.html' exists, and nothing is overwritten." in again.output
-    kept = [visalign(*base, "--cache", "kept", "--json") for _ in range(2)]
-    assert kept[0].stdout == kept[1].stdout and Path("kept/judgements.sqlite").is_file()
-    found = json.loads(visalign(*base, "--json").stdout)
-    assert found == json.loads(kept[1].stdout)
-    assert found["images"] == {"A": "a.png", "B": "b.png"} and len(found["judges"]) == 2
+    cached = [visalign(*base, "--cache", "kept", "--json") for _ in range(2)]
+    assert cached[0].stdout == cached[1].stdout and Path("kept/judgements.sqlite").is_file()
+    comparison = json.loads(visalign(*base, "--json").stdout)
+    assert comparison == json.loads(cached[1].stdout)
+    assert comparison["images"] == {"A": "a.png", "B": "b.png"} and len(comparison["judges"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -188,14 +188,14 @@ def test_the_command_compares_and_writes(images: Path) -> None:
     ],
 )
 def test_the_command_refuses(images: Path, arguments: list[str], message: str) -> None:
-    done = visalign("compare", "-p", "x", "a.png", *arguments)
-    assert done.exit_code == 2 and message in " ".join(done.output.split())
+    outcome = visalign("compare", "-p", "x", "a.png", *arguments)
+    assert outcome.exit_code == 2 and message in " ".join(outcome.output.split())
 
 
 def test_rank_puts_the_best_first_and_keeps_what_failed(images: Path) -> None:
-    done = visalign("rank", ".", "-p", "x", "-r", "saturation", "--json")
-    assert done.exit_code == 1
-    result = json.loads(done.stdout)
+    outcome = visalign("rank", ".", "-p", "x", "-r", "saturation", "--json")
+    assert outcome.exit_code == 1
+    result = json.loads(outcome.stdout)
     assert [row["image"] for row in result["images"]] == ["b.png", "a.png", "c.png"]
     assert [row["place"] for row in result["images"]] == [1, 2, None] and result["calls"] == 2
     assert "c.png" in result["images"][2]["reason"] and result["images"][2]["score"] is None
@@ -209,8 +209,8 @@ def test_rank_puts_the_best_first_and_keeps_what_failed(images: Path) -> None:
 def test_an_option_of_one_value_given_twice_is_refused(images: Path) -> None:
     """`rank -r a -r b` ranked by b without a word about a."""
     twice = visalign("rank", "a.png", "b.png", "-p", "x", "-r", "jpeg_size", "-r", "saturation")
-    said = " ".join(twice.output.replace("│", " ").split())
-    assert twice.exit_code == 2 and "'-r' was given 2 times; it takes one value" in said
+    message = " ".join(twice.output.replace("│", " ").split())
+    assert twice.exit_code == 2 and "'-r' was given 2 times; it takes one value" in message
     prompts = visalign("score", "a.png", "-p", "x", "--prompt", "y", "-r", "saturation")
     assert prompts.exit_code == 2 and "was given 2 times" in prompts.output
     both = visalign("compare", "a.png", "b.png", "-p", "x", "-r", "saturation", "-r", "jpeg_size", "--json")
@@ -256,7 +256,7 @@ def record(names: list[str], judge: Any, **options: Any) -> dict[str, Any]:
 def test_every_call_is_recorded_as_it_was_made(names: list[str]) -> None:
     judge = BrightnessPairs(scale=4.0, bias=1.0, fails=lambda left, right: (left, right) == (0.8, 0.2))
     result = record(names, judge, budget=2)
-    level = {name: round(0.2 * (place + 1), 4) for place, name in enumerate(names)}
+    level = {name: round(0.2 * (number + 1), 4) for number, name in enumerate(names)}
     assert [(level[c["left"]], level[c["right"]]) for c in result["asked"]] == judge.asked
     assert result["calls"] == len(judge.asked) >= 8 and result["all_pairs"] == 6
     for c in result["asked"]:
@@ -273,13 +273,13 @@ def test_every_call_is_recorded_as_it_was_made(names: list[str]) -> None:
 
 def test_the_position_bias_is_said_with_its_interval(names: list[str]) -> None:
     result = record(names, BrightnessPairs(scale=4.0, bias=1.0), budget=2)
-    said, calls = " ".join(sentences(result)), result["calls"]
-    asked = {(c["left"], c["right"]) for c in result["asked"]}
-    both = sum((right, left) in asked for left, right in asked) // 2
-    assert f"{calls} calls, as many as {100 * calls / 6:.1f}\xa0% of the 6 pairs of images; " in said
-    assert both > 1 and f"; asked in both orders: {both} pairs." in said
-    assert re.search(r"on the left adds \+(1\.0|0\.9)\d log-odds \(\+0\.\d+ to \+1\.\d+\)", said)
-    assert re.search(r"of two equals the left one wins 7[23]\.\d\xa0%\.", said) and "no clear" not in said
+    text, calls = " ".join(sentences(result)), result["calls"]
+    orders = {(c["left"], c["right"]) for c in result["asked"]}
+    both = sum((right, left) in orders for left, right in orders) // 2
+    assert f"{calls} calls, as many as {100 * calls / 6:.1f}\xa0% of the 6 pairs of images; " in text
+    assert both > 1 and f"; asked in both orders: {both} pairs." in text
+    assert re.search(r"on the left adds \+(1\.0|0\.9)\d log-odds \(\+0\.\d+ to \+1\.\d+\)", text)
+    assert re.search(r"of two equals the left one wins 7[23]\.\d\xa0%\.", text) and "no clear" not in text
     none = " ".join(sentences(record(names, BrightnessPairs(scale=4.0, bias=0.0), budget=2)))
     assert "That interval holds 0: no clear position bias." in none
 

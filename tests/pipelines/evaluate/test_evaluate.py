@@ -61,11 +61,11 @@ def test_judges_of_edits_are_told_the_source():
     [pair] = shapes_pairs(1).pairs
     both = {"metadata": json.dumps({"source": ["cup.png", "table.png"]})}
     columns = [{"source": "cup.png"}, both, {"source": "coco", "record": {"tag": "colors"}}, {}]
-    given = [replace(pair, extra=extra) for extra in columns]
+    pairs = [replace(pair, extra=extra) for extra in columns]
     judge = Brightness()
-    score_pairs(PreferenceSet(name="edits", pairs=tuple(given)), judge, batch_size=8)
+    score_pairs(PreferenceSet(name="edits", pairs=tuple(pairs)), judge, batch_size=8)
     sources = [{"source": "cup.png"}, {"source": ["cup.png", "table.png"]}, {"tag": "colors"}, None]
-    assert judge.metadata == [one for one in sources for _ in range(2)]
+    assert judge.metadata == [source for source in sources for _ in range(2)]
 
 
 class Sided:
@@ -100,10 +100,10 @@ def test_a_judge_tells_pairs_that_it_was_trained_on(tmp_path: Path) -> None:
     sides = (("a.png", "copy.png", "left"), ("c.png", "d.png", "right"), ("e.png", "f.png", "left"))
     rows = [{"prompt": "a", "image_left": a, "image_right": b, "label": label} for a, b, label in sides]
     (tmp_path / "set.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    asked: dict[str, Any] = {"rewards": ["clip_score"], "options": [f"model={model}"], "settings": FAST}
+    arguments: dict[str, Any] = {"rewards": ["clip_score"], "options": [f"model={model}"], "settings": FAST}
 
     def trained_on() -> list[str]:
-        result = evaluate(str(tmp_path / "set.jsonl"), **asked)
+        result = evaluate(str(tmp_path / "set.jsonl"), **arguments)
         return [item["message"] for item in result["set"]["findings"] if item["kind"] == "trained on"]
 
     assert trained_on() == []
@@ -118,8 +118,8 @@ def test_precomputed_scores_are_measured_and_compared(tmp_path: Path) -> None:
     result = evaluate(source=str(source), columns=("good", "coin"), settings=FAST)
     good, coin = result["judges"]
     pairs = shapes_pairs(120).pairs
-    found = [json.loads(line) for line in source.read_text().splitlines()]
-    margin = np.array([row["good_left"] - row["good_right"] for row in found])
+    rows = [json.loads(line) for line in source.read_text().splitlines()]
+    margin = np.array([row["good_left"] - row["good_right"] for row in rows])
     label = np.array([pair.label for pair in pairs])
     right = np.mean(np.sign(margin) == np.sign(label - 0.5))
     assert good["agreement"]["half_credit"]["micro"]["estimate"] == pytest.approx(right)
@@ -159,37 +159,37 @@ def test_too_many_missing_scores_are_refused(tmp_path: Path, kind: str) -> None:
 
 def test_a_pairwise_judges_columns_are_as_if_it_were_asked(tmp_path: Path) -> None:
     pairs = shapes_pairs(60)
-    asked = score_pairs(pairs, Sided())
-    said = [
+    scores = score_pairs(pairs, Sided())
+    rows = [
         {"j_prob": 1 / (1 + np.exp(-(2 * m - s))), "j_prob_swapped": 1 / (1 + np.exp(s))}
-        for m, s in zip(asked.margin, asked.swapped if asked.swapped is not None else [], strict=True)
+        for m, s in zip(scores.margin, scores.swapped if scores.swapped is not None else [], strict=True)
     ]
-    given = PreferenceSet(name="x", pairs=tuple(replace(p, extra=e) for p, e in zip(pairs.pairs, said, strict=True)))
-    np.testing.assert_allclose(column_scores(given, "j").margin, asked.margin, atol=1e-6)
-    turned = replace(given, pairs=tuple(pair.swapped() for pair in given.pairs))
-    np.testing.assert_allclose(column_scores(turned, "j").margin, -asked.margin, atol=1e-6)
+    dataset = PreferenceSet(name="x", pairs=tuple(replace(p, extra=e) for p, e in zip(pairs.pairs, rows, strict=True)))
+    np.testing.assert_allclose(column_scores(dataset, "j").margin, scores.margin, atol=1e-6)
+    turned = replace(dataset, pairs=tuple(pair.swapped() for pair in dataset.pairs))
+    np.testing.assert_allclose(column_scores(turned, "j").margin, -scores.margin, atol=1e-6)
     with pytest.raises(UserError, match="needed are the columns mine and b_right, or b_prob"):
-        column_scores(given, "b", names={"b_left": "mine"})
+        column_scores(dataset, "b", names={"b_left": "mine"})
     with pytest.raises(UserError, match="j_prob is the probability that the left image is better"):
-        column_scores(given, "j", higher_is_better=False)
+        column_scores(dataset, "j", higher_is_better=False)
 
 
 def test_a_stopped_scoring_goes_on_where_it_was(tmp_path: Path) -> None:
     pairs, log = shapes_pairs(40), tmp_path / "scores.jsonl"
-    whole = score_pairs(pairs, Brightness())
+    expected = score_pairs(pairs, Brightness())
     stopped = Brightness(stop_after=24)
     with pytest.raises(KeyboardInterrupt):
         score_pairs(pairs, stopped, log=log, batch_size=8)
     assert stopped.asked == 24
-    known = sum(json.loads(line).get("value") is not None for line in log.read_text().splitlines())
+    logged = sum(json.loads(line).get("value") is not None for line in log.read_text().splitlines())
     with log.open("ab") as file:
         file.write('{"key": "m", "reason": "zerstö'.encode()[:-1])  # what a killed process leaves
     resumed = Brightness()
-    found = score_pairs(pairs, resumed, log=log, batch_size=8)
-    np.testing.assert_array_equal(found.margin, whole.margin)
+    scores = score_pairs(pairs, resumed, log=log, batch_size=8)
+    np.testing.assert_array_equal(scores.margin, expected.margin)
     failed = {pair.prompt for pair in pairs.pairs if "cross" in pair.prompt}
-    assert failed and found.failures() == {"no crosses, please": sum(p.prompt in failed for p in pairs.pairs)}
-    assert resumed.asked == 2 * len(pairs) - known
+    assert failed and scores.failures() == {"no crosses, please": sum(p.prompt in failed for p in pairs.pairs)}
+    assert resumed.asked == 2 * len(pairs) - logged
     again = Brightness()
     score_pairs(pairs, again, log=log)
     assert again.asked == 2 * sum(p.prompt in failed for p in pairs.pairs)  # only what failed is asked again
@@ -200,8 +200,8 @@ def test_a_pairwise_judge_is_asked_in_both_orders() -> None:
     scores = score_pairs(pairs, Sided())
     report = evaluate_preferences(pairs, scores, FAST)
     bright = score_pairs(pairs, Brightness())
-    known = bright.judged
-    np.testing.assert_allclose(scores.margin[known], bright.margin[known] / 20, atol=1e-5)
+    valid = bright.judged
+    np.testing.assert_allclose(scores.margin[valid], bright.margin[valid] / 20, atol=1e-5)
     assert report["swap"]["position_bias"] == pytest.approx(2.0, abs=1e-5)
     assert report["swap"]["same_winner"] < 1 and report["swap"]["left_share"] > 0.6
 
@@ -246,15 +246,15 @@ def test_a_quality_set(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_evaluated_is_said(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    given = {"source": str(table(tmp_path, 6)), "columns": ("good",), "settings": FAST} | changes
+    arguments = {"source": str(table(tmp_path, 6)), "columns": ("good",), "settings": FAST} | changes
     with pytest.raises(UserError, match=message):
-        evaluate(**given)
+        evaluate(**arguments)
 
 
 def test_the_command_writes_a_page_and_refuses_to_overwrite(tmp_path: Path) -> None:
-    given = str(table(tmp_path, 60, **{"<b>_left": lambda p: 1.0, "<b>_right": lambda p: 0.5}))
+    source = str(table(tmp_path, 60, **{"<b>_left": lambda p: 1.0, "<b>_right": lambda p: 0.5}))
     out = tmp_path / "out"
-    arguments = ["evaluate", given, "-s", "good", "-s", "<b>", "--resamples", "100", "-o", str(out)]
+    arguments = ["evaluate", source, "-s", "good", "-s", "<b>", "--resamples", "100", "-o", str(out)]
     ran = CliRunner().invoke(app, arguments)
     assert ran.exit_code == 0, ran.output
     assert "half_credit (headline)" in ran.output and "Calibration" in ran.output
@@ -291,8 +291,8 @@ def ten_metrics(folder: Path, count: int = 300) -> Path:
         row = {"prompt": f"p{number // 3}", "image_left": f"l{number}", "image_right": f"r{number}"}
         row["label"] = "left" if wins else "right"
         for k in range(6):
-            seen = (merits[:, k % 3] + 0.9 * rng.normal(0, 1, 2)) * 10.0 ** (k - 2)
-            row |= {f"m{k}_left": seen[0], f"m{k}_right": seen[1]}
+            values = (merits[:, k % 3] + 0.9 * rng.normal(0, 1, 2)) * 10.0 ** (k - 2)
+            row |= {f"m{k}_left": values[0], f"m{k}_right": values[1]}
         rows.append(json.dumps(row))
     (folder / "ten.jsonl").write_text("\n".join(rows), encoding="utf-8")
     return folder / "ten.jsonl"
@@ -315,28 +315,28 @@ def test_every_two_judges_are_compared_under_holm_and_stand_on_a_leaderboard(tmp
         row = next(csv.DictReader(file))
     assert float(row["Points of accuracy"]) == pytest.approx(100 * result["comparisons"][0]["difference"]["estimate"])
     board = result["leaderboard"]
-    found = [row["estimate"] for row in board["rows"]]
-    assert board["on"] == 300 and found == sorted(found, reverse=True)
-    alone = {judge["judge"]["name"]: judge["agreement"]["half_credit"]["micro"] for judge in result["judges"]}
+    estimates = [row["estimate"] for row in board["rows"]]
+    assert board["on"] == 300 and estimates == sorted(estimates, reverse=True)
+    intervals = {judge["judge"]["name"]: judge["agreement"]["half_credit"]["micro"] for judge in result["judges"]}
     for row in board["rows"]:
-        assert row["high"] - row["low"] > alone[row["judge"]]["high"] - alone[row["judge"]]["low"]
-        assert row["estimate"] == pytest.approx(alone[row["judge"]]["estimate"])
+        assert row["high"] - row["low"] > intervals[row["judge"]]["high"] - intervals[row["judge"]]["low"]
+        assert row["estimate"] == pytest.approx(intervals[row["judge"]]["estimate"])
 
 
 def test_stacked_judges_beat_each_of_them_on_prompts_that_set_no_weight(tmp_path: Path) -> None:
     result = evaluate(source=str(ten_metrics(tmp_path)), columns=SIX, fuse=True, settings=FAST)
-    first, *others = result["leaderboard"]["rows"]
+    first, *rest = result["leaderboard"]["rows"]
     assert first["judge"] == "fused" and first["best_place"] == 1 and first["worst_place"] <= 2
-    assert first["low"] > max(row["estimate"] for row in others)
+    assert first["low"] > max(row["estimate"] for row in rest)
     assert set(result["fusion"]["weights"]) == set(SIX) and min(result["fusion"]["weights"].values()) > 0
 
 
 def test_judges_take_options_by_their_label():
-    """A judge of one's own weights is one by `model=FOLDER`; here another quality of JPEG is."""
+    """`model=FOLDER` makes a judge of own weights; here another JPEG quality makes another judge."""
     two: dict[str, Any] = {"source": "shapes:pairs", "limit": 12, "settings": FAST}
     two["rewards"] = ("jpeg_size", "sharpness")
-    found = [evaluate(**two, options=options)["judges"] for options in ((), ("jpeg_size.quality=20",))]
-    (usual, one), (other, same) = ([judge["judge"]["identity"] for judge in judges] for judges in found)
+    evaluated = [evaluate(**two, options=options)["judges"] for options in ((), ("jpeg_size.quality=20",))]
+    (usual, one), (other, same) = ([judge["judge"]["identity"] for judge in judges] for judges in evaluated)
     assert usual != other and one == same
     with pytest.raises(UserError, match=r"--option is 'quality=20', which names none of the rewards"):
         evaluate(**two, options=("quality=20",))

@@ -30,7 +30,7 @@ AUTO = ("rollout.batch_size=auto", "optimizer.micro_batch=auto", "model.decode_b
 
 
 @pytest.mark.parametrize(
-    ("offset", "each", "limit", "size"),
+    ("offset", "per_sample", "limit", "size"),
     [
         (100, 50, 4096, 8),  # 100 + 8 · 50 ≤ 850 < 100 + 16 · 50
         (100, 50, 12, 12),  # no more than there are
@@ -41,8 +41,8 @@ AUTO = ("rollout.batch_size=auto", "optimizer.micro_batch=auto", "model.decode_b
         (0, math.inf, 8, 0),  # memory ran out
     ],
 )
-def test_the_batch_doubles_to_85_percent_of_the_free_memory(offset: float, each: float, limit: int, size: int):
-    assert largest_batch(lambda count: offset + each * count, free=1000, limit=limit) == size
+def test_the_batch_doubles_to_85_percent_of_the_free_memory(offset: float, per_sample: float, limit: int, size: int):
+    assert largest_batch(lambda count: offset + per_sample * count, free=1000, limit=limit) == size
 
 
 def test_a_batch_that_takes_more_than_was_foretold_is_halved():
@@ -89,7 +89,7 @@ def test_each_batch_is_measured_by_its_own_pass_and_processes_take_the_smallest(
         return {(2, 0): 6, (0, 2): 3, (0, 0): 2}[kinds]
 
     monkeypatch.setattr(batches, "fit_batch", fit)
-    monkeypatch.setattr("visalign.memory.fit_batch", lambda work, most, **_: len(work(5)))
+    monkeypatch.setattr("visalign.memory.fit_batch", lambda work, limit, **_: len(work(5)))
     monkeypatch.setattr(batches, "gather_object", lambda numbers: [*numbers, dict.fromkeys(numbers[0], 4)])
     config = _config(model, "rollout.overlap=2")
     inputs = prepare(config, 1, "cpu")
@@ -104,8 +104,8 @@ def test_each_batch_is_measured_by_its_own_pass_and_processes_take_the_smallest(
     assert measured == [(8, True, 0.5)] * 3
     assert torch.equal(state, torch.get_rng_state())
     assert all(weight.grad is None and torch.equal(weight, before) for weight, before in weights)
-    known = dict.fromkeys(numbers, 7)
-    assert batches.find_batches(config, policy, inputs, card, known) == known  # type: ignore[arg-type]
+    stored = dict.fromkeys(numbers, 7)
+    assert batches.find_batches(config, policy, inputs, card, stored) == stored  # type: ignore[arg-type]
     assert len(measured) == 3
     monkeypatch.setattr(batches, "fit_batch", lambda *_, **__: 0)
     with pytest.raises(UserError, match=r"rollout.batch_size is auto, and not even one image .*model.offload=true"):
@@ -113,7 +113,7 @@ def test_each_batch_is_measured_by_its_own_pass_and_processes_take_the_smallest(
 
 
 def test_judges_are_loaded_before_they_are_measured():
-    """One that would load at its first score has its batch at once; one that learns scores nothing before a run."""
+    """A judge that loads at its first score has its batch at once; a learning one scores nothing before a run."""
     judge: Any = load_reward("hpsv3", max_tokens_per_batch="auto", run_device="cpu")
     assert [batch.is_auto for batch in parts_of(judge, BatchSize, set())] == [True]
     learning = SimpleNamespace(capabilities=RewardCapabilities(discriminators={"it": judge}), score=None)
@@ -133,9 +133,9 @@ def test_a_resumed_run_has_the_batches_that_it_began_with(model, tmp_path, capsy
     (tmp_path / "batches.json").write_text(json.dumps({"rollout.batch_size": 3, "optimizer.micro_batch": 5}))
     summary = run(_config(model, "run.iterations=2"), tmp_path, resume=True)
     assert (summary["config"]["rollout"]["batch_size"], summary["config"]["optimizer"]["micro_batch"]) == (3, 5)
-    shown = " ".join("".join(capsys.readouterr()).split())
-    assert "auto: rollout.batch_size=64, optimizer.micro_batch=64" in shown
-    assert shown.count("These are the defaults") == 1  # not of the numbers that were stored
+    printed = " ".join("".join(capsys.readouterr()).split())
+    assert "auto: rollout.batch_size=64, optimizer.micro_batch=64" in printed
+    assert printed.count("These are the defaults") == 1  # not of the numbers that were stored
 
 
 def test_a_plan_has_the_defaults(model):

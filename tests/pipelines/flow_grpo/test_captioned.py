@@ -27,6 +27,7 @@ from visalign.pipelines.flow_grpo.stored_pairs import read_captioned
 from visalign.pipelines.jobs import load_job
 from visalign.pipelines.shared.parts import read_images
 from visalign.training.loop.metrics import read_metrics
+from visalign.vision.pixels import first_frame_upright
 
 SMALL = (
     "model.lora.rank=4",
@@ -143,6 +144,36 @@ def test_sets_as_other_tools_write_them(tmp_path):
     assert "its values are 300 to 300" in note
 
 
+def test_what_is_not_read_is_named(tmp_path):
+    """Images beside tables or tar files, a caption in a tar file that is no UTF-8, damaged AVIF and GIF files."""
+    folder = _folder(tmp_path / "photos")
+    _tar(folder / "deep.tar")
+    with tarfile.open(folder / "deep.tar", "a") as tar:
+        for name, ending, text in (("more", ".caption", b"a more thing"), ("latin", ".txt", b"caf\xe9")):
+            for suffix, content in ((".png", (folder / "wide.png").read_bytes()), (ending, text)):
+                info = tarfile.TarInfo(f"{name}{suffix}")
+                info.size = len(content)
+                tar.addfile(info, io.BytesIO(content))
+    # as img2dataset writes it
+    pyarrow.parquet.write_table(pyarrow.table({"url": ["a"], "caption": ["a thing"]}), folder / "deep.parquet")
+    records, (left_out, unread) = read_captioned(str(folder), "none", None, None, {})
+    assert {record["prompt"].split()[1] for record in records} == {*SIZES, "more"}
+    assert "left out, of 6 images: 1." in left_out and "not UTF-8" in left_out
+    assert "6 images with captions beside tables or tar files are not read, such as " in unread
+    noise = Image.effect_noise((64, 64), 50)
+    noise.save(tmp_path / "two.gif", save_all=True, append_images=[Image.effect_noise((64, 64), 90)])
+    content = bytearray((tmp_path / "two.gif").read_bytes())
+    content[-400:] = bytes(400)  # in the second frame
+    (tmp_path / "two.gif").write_bytes(content)
+    with Image.open(tmp_path / "two.gif") as opened:
+        assert first_frame_upright(opened).size == (64, 64)
+    assert read_images([str(tmp_path / "two.gif")], "a test")[0].shape == (3, 64, 64)
+    broken = str(_folder(tmp_path / "all"))
+    with patch.object(Image.Image, "load", side_effect=RuntimeError("Failed to decode frame 0")):
+        with pytest.raises(UserError, match=r"no image with a caption that can be read.*Failed to decode frame 0"):
+            read_captioned(broken, "none", None, None, {})
+
+
 def test_scenes_of_the_world_have_their_prompts():
     records, notes = read_captioned("shapes:images", "none", 20, None, {})
     assert len(records) == 20 and not notes and len({record["prompt"] for record in records}) > 10
@@ -151,15 +182,15 @@ def test_scenes_of_the_world_have_their_prompts():
 
 def test_a_run_by_the_configuration(tmp_path, capsys):
     tiny_sd3_pipeline().save_pretrained(tmp_path / "model")
-    given = (f"model.path={tmp_path}/model", f"data={{images: {_folder(tmp_path / 'set')}, caption_dropout: 0.5}}")
+    sources = (f"model.path={tmp_path}/model", f"data={{images: {_folder(tmp_path / 'set')}, caption_dropout: 0.5}}")
 
     def config(*overrides: str) -> SFTImagesConfig:
         sizes = "rollout.image_sizes=[32, [16, 32]]"
-        return load_config(SFTImagesConfig, None, [*SMALL, *given, sizes, *overrides])
+        return load_config(SFTImagesConfig, None, [*SMALL, *sources, sizes, *overrides])
 
     summary = run(config(), tmp_path / "whole")
-    said = "".join(capsys.readouterr())
-    assert "data.images: left out, of 7 images: 3." in said and "loss " in said and "no signal" not in said
+    printed = "".join(capsys.readouterr())
+    assert "data.images: left out, of 7 images: 3." in printed and "loss " in printed and "no signal" not in printed
     unmeasured = prepare(config("evaluation={rewards: {}}", "rollout.guidance=2"), 1).notes
     assert "name a reward, evaluation.rewards" in unmeasured[-1] and len(unmeasured) == 4
     assert "drawn without guidance. Set evaluation.guidance" in unmeasured[-2]
@@ -186,7 +217,7 @@ def test_a_network_that_predicts_noise_is_trained_by_min_snr(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("overrides", "message"),
     [
         (("data.images=absent",), r"'absent' does not exist"),
         (("data.images=CUT",), r"a\.tar\.gz' is compressed or not named \.tar"),
@@ -210,7 +241,7 @@ def test_a_network_that_predicts_noise_is_trained_by_min_snr(tmp_path):
         (("data.images=SET", "rollout.image_sizes=[30]"), r"rollout\.image_sizes: .*30"),
     ],
 )
-def test_what_cannot_be_learnt_from_is_refused_before_training(tmp_path, monkeypatch, given: Any, message: str):
+def test_what_cannot_be_learnt_from_is_refused_before_training(tmp_path, monkeypatch, overrides: Any, message: str):
     monkeypatch.chdir(tmp_path)
     _folder(tmp_path / "SET")
     (tmp_path / "EMPTY").mkdir()
@@ -220,7 +251,7 @@ def test_what_cannot_be_learnt_from_is_refused_before_training(tmp_path, monkeyp
     (tmp_path / "CUT" / "a.tar.gz").write_bytes(b"")
     (tmp_path / "no_prompt.jsonl").write_text('{"image": "BAD/a.png", "remark": "a thing"}')
     with pytest.raises((UserError, ConfigError), match=message):
-        config = load_config(SFTImagesConfig, None, [*SMALL, *given])
+        config = load_config(SFTImagesConfig, None, [*SMALL, *overrides])
         prepare(config, 1)
         run(config, tmp_path / "run")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

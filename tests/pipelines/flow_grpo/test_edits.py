@@ -119,12 +119,12 @@ def test_a_source_that_cannot_be_read_is_refused_before_the_model_is_loaded(fold
 
 def test_an_edit_is_known_by_its_source(folder, tmp_path):
     """A held-out edit is trained on where prompt and source are."""
-    held = _write(tmp_path / "held.jsonl", folder, ["light"])
+    heldout = _write(tmp_path / "held.jsonl", folder, ["light"])
     trained = _write(tmp_path / "trained.jsonl", folder, ["dark"])
     config = _config(folder, f"data.train={trained}", "rollout.prompts_per_iteration=1")
     assert prepare(config, 1).heldout_trained_on == 1
-    given = _config(folder, f"data.train={trained}", f"data.heldout={held}", "rollout.prompts_per_iteration=1")
-    assert prepare(given, 1).heldout_trained_on == 0
+    separate = _config(folder, f"data.train={trained}", f"data.heldout={heldout}", "rollout.prompts_per_iteration=1")
+    assert prepare(separate, 1).heldout_trained_on == 0
     plain = load_config(FlowGRPOConfig, None, [f"data.heldout={folder}/edits.jsonl"])
     with pytest.raises(UserError, match="lines 1 and 2 give the prompt 'make it blue' two"):
         prepare(plain, 1)  # the model edits nothing, and the field means what its user wants
@@ -133,9 +133,9 @@ def test_an_edit_is_known_by_its_source(folder, tmp_path):
 def test_edits_are_sampled_and_paired_by_source(folder, tmp_path):
     options = ("--option", "image_size=[16, 8]", "--option", "call={_auto_resize: false}")
     options += ("--steps", "1", "--seeds", "0,1")
-    given = ["sample", f"{folder}/edits.jsonl", "-m", f"{folder}/model", *options, "-o", f"{tmp_path}/made"]
-    done = CliRunner().invoke(app, given)
-    assert done.exit_code == 0, done.output
+    arguments = ["sample", f"{folder}/edits.jsonl", "-m", f"{folder}/model", *options, "-o", f"{tmp_path}/made"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in (tmp_path / "made" / "images.jsonl").read_text().splitlines()]
     assert [row["metadata"]["source"] for row in rows] == [f"{folder}/{n}.png" for n in ["dark"] * 2 + ["light"] * 2]
     tasks = read_tasks([str(tmp_path / "made")], single=False)

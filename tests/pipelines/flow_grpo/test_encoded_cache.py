@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save
 from tests.support.models.pipelines import tiny_folder
 from tests.support.models.sd3 import tiny_sd3_pipeline
 from visalign.adapters import load_policy
+from visalign.adapters.pipeline.lora_files import WEIGHT_FILE
 from visalign.adapters.prompt_cache import PromptCache
 from visalign.config import load_config
 from visalign.errors import ConfigError
@@ -110,6 +111,26 @@ def test_encoders_are_not_loaded_and_lost_files_are_named(tmp_path, kind: str):
         policy.encode(["a dog"])
 
 
+def test_layers_of_text_encoders_are_applied_and_kept(tmp_path, capsys):
+    model, images, lora = _model("sd3", tmp_path / "model"), _images(tmp_path / "set"), tmp_path / "lora.safetensors"
+    run(_config(model, images), tmp_path / "first")
+    tensors = load_file(tmp_path / "first/lora" / WEIGHT_FILE)
+    layer = "text_encoder.text_model.encoder.layers.0.self_attn.q_proj"
+    width = len(load_policy(model).pipe.text_encoder.get_submodule(layer.partition(".")[2]).weight)
+    tensors |= {
+        f"{layer}.lora_{side}.weight": torch.ones(shape) for side, shape in {"A": (4, width), "B": (width, 4)}.items()
+    }
+    lora.write_bytes(save(tensors))
+    start, cache = f"model.lora_path={lora}", f"data.cache={tmp_path}/cache"
+    run(_config(model, images, start), tmp_path / "plain")
+    run(_config(model, images, cache), tmp_path / "other")  # without these layers
+    for name in ("filling", "read"):
+        run(_config(model, images, start, cache), tmp_path / name)
+        assert _losses(tmp_path / name) == _losses(tmp_path / "plain") != _losses(tmp_path / "other")
+        assert any(key.startswith("text_encoder.") for key in load_file(tmp_path / name / "lora" / WEIGHT_FILE))
+    assert "the text encoders stay" in "".join(capsys.readouterr())
+
+
 def test_an_entry_depends_on_image_size_and_model(tmp_path):
     model, images = _model("sd3", tmp_path / "model"), _images(tmp_path / "set")
     latents = []
@@ -130,7 +151,7 @@ def test_an_entry_depends_on_image_size_and_model(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("overrides", "message"),
     [
         (
             ("data={cache: c, images: null}", "objective.algorithm=awm"),
@@ -139,6 +160,6 @@ def test_an_entry_depends_on_image_size_and_model(tmp_path):
         (("data={cache: c, images: s}", "model.adapter=a.py:Own", *SFT), r"one of your own\. Leave data\.cache out"),
     ],
 )
-def test_a_cache_that_cannot_be_is_refused(given: Any, message: str):
+def test_a_cache_that_cannot_be_is_refused(overrides: Any, message: str):
     with pytest.raises(ConfigError, match=message):
-        load_config(FlowGRPOConfig, None, [*given])
+        load_config(FlowGRPOConfig, None, [*overrides])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Few-step students at the door: distilled models, their teachers, what they are refused or warned of."""
+"""Few-step students before training: distilled models, their teachers, refusals and warnings."""
 
 from __future__ import annotations
 
@@ -114,9 +114,9 @@ def test_the_teacher_of_a_distilled_model_is_guided(tmp_path: Path) -> None:
     policy = PipelinePolicy(student, **options, lora=LoraSettings(rank=2, alpha=2))
     x, sigma, prompts = torch.randn(1, *policy.latent_shape), torch.tensor([0.5]), ["a red circle"]
     with torch.no_grad():
-        alone = policy.velocity(x, sigma, policy.encode(prompts))
+        velocity = policy.velocity(x, sigma, policy.encode(prompts))
         roles = Roles(policy, ["critic"], load_teacher(str(tmp_path / "base"), policy))
         with roles.acting(TEACHER), guidance_scale(policy, 3.0):
             taught = policy.velocity(x, sigma, policy.encode(prompts))
         torch.testing.assert_close(taught, base.velocity(x, sigma, base.encode(prompts)), rtol=1e-4, atol=1e-5)
-        assert torch.equal(policy.velocity(x, sigma, policy.encode(prompts)), alone)
+        assert torch.equal(policy.velocity(x, sigma, policy.encode(prompts)), velocity)

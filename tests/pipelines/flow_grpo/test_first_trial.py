@@ -138,8 +138,8 @@ def folder(tmp_path):
 
 
 def test_a_users_own_model_trains_from_the_command_line(folder):
-    done = CliRunner().invoke(app, ["train", f"{folder}/own.yaml", "--output", f"{folder}/run"])
-    assert done.exit_code == 0, done.output
+    result = CliRunner().invoke(app, ["train", f"{folder}/own.yaml", "--output", f"{folder}/run"])
+    assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     assert rows[0]["ratio_floor"] < 1e-5
     summary = json.loads((folder / "run" / "summary.json").read_text())

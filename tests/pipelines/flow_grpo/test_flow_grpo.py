@@ -95,9 +95,9 @@ def test_the_monitor_is_in_log_report_and_summary(finished):
         assert all(key in row for row in rows), key
     drift = rows[0]["heldout/feature_drift"]
     assert drift > 0 and "recorded_change/sharpness" in rows[1]
-    (said,) = summary["warnings"]
+    (warning,) = summary["warnings"]
     limit = "monitor.warn.feature_drift (0)"
-    assert said == f"Iteration 1: feature_drift is {drift:.3g}, above {limit}." and limit in page
+    assert warning == f"Iteration 1: feature_drift is {drift:.3g}, above {limit}." and limit in page
     for title in ("Agreement with sharpness", "Diversity within groups", "Drift of held-out images"):
         assert f"<h4>{title}</h4>" in page, title
 
@@ -109,12 +109,12 @@ def test_the_next_command_samples_as_the_run_evaluates(tmp_path):
     command = shlex.join(sample_command(config, tmp_path))
     assert command == f"visalign sample 'a red circle' --model my/sd3 {lora} {images}"
     options = "{path: m, image_size: [16, 8], options: {call: {a: false}, lora_path: x}, lora: null}"
-    whole = _config(tmp_path, f"model={options}", "data.heldout=my prompts.jsonl")
+    full = _config(tmp_path, f"model={options}", "data.heldout=my prompts.jsonl")
     as_trained = (
         "--steps 3 --dtype float32 --option 'image_size=[16, 8]' --option 'call={\"a\": false}' --option guidance=null"
     )
     for edits, prompts in ((True, "'my prompts.jsonl' --seeds 0"), (False, "'a red circle'")):
-        command = shlex.join(sample_command(whole, tmp_path, edits=edits))
+        command = shlex.join(sample_command(full, tmp_path, edits=edits))
         assert command == f"visalign sample {prompts} --model {tmp_path}/model {as_trained} {images}"
 
 
@@ -122,14 +122,14 @@ def test_answers_about_images_are_learnt_by_what_gave_them(tmp_path):
     from visalign.pipelines.text.sample import TextSampleConfig, _sft_keys
 
     for source, heldout in (("shapes:quality", "shapes:quality"), ("rated.jsonl", "HELDOUT")):
-        given = ["model.path=shapes-vlm", f"data.train={source}", "data.question='Rate: 1'"]
-        given += ["rewards.terms={rating: {options: {rule: regression}}}"]
-        keys = _sft_keys(load_config(TextSampleConfig, None, given), tmp_path)
+        overrides = ["model.path=shapes-vlm", f"data.train={source}", "data.question='Rate: 1'"]
+        overrides += ["rewards.terms={rating: {options: {rule: regression}}}"]
+        keys = _sft_keys(load_config(TextSampleConfig, None, overrides), tmp_path)
         assert keys[0] == "model.path=shapes-vlm"
-        made = load_config(TextSFTConfig, None, keys)
-        assert made.data.train == f"{tmp_path}/dataset.jsonl"
-        assert (made.data.heldout, made.data.question) == (heldout, "Rate: 1")
-        assert made.evaluation.rewards["rating"].options == {"rule": "regression"}
+        config = load_config(TextSFTConfig, None, keys)
+        assert config.data.train == f"{tmp_path}/dataset.jsonl"
+        assert (config.data.heldout, config.data.question) == (heldout, "Rate: 1")
+        assert config.evaluation.rewards["rating"].options == {"rule": "regression"}
 
 
 def test_counted_cost_is_the_planned_one(finished, inputs):
@@ -149,9 +149,9 @@ def test_counted_cost_is_the_planned_one(finished, inputs):
     assert refilled["batch"]["images"] == 4 * planned["batch"]["images"]
     assert refilled["cost"]["forward_equivalents_per_image"] == 3 * 2 + 2 * (4 + 2) / 4
     par = plan(_config(inputs, "objective={algorithm: par, changes: {kl: 0}}"), measure=False)
-    made = par["batch"]["reference_images"]
-    assert made == min(par["batch"]["training_prompts"], 2 * 3)
-    assert par["cost"]["forward_equivalents_per_image"] == 3 * 2 * (1 + made / par["batch"]["images"]) + 2 * 4
+    references = par["batch"]["reference_images"]
+    assert references == min(par["batch"]["training_prompts"], 2 * 3)
+    assert par["cost"]["forward_equivalents_per_image"] == 3 * 2 * (1 + references / par["batch"]["images"]) + 2 * 4
     keys = ("objective={algorithm: diffusion_nft, ratio_bound: null}", "self_imitation={batch: 3}")
     replayed, plain = (plan(_config(inputs, *k), measure=False)["cost"] for k in (keys, keys[:1]))
     extra = replayed["forward_equivalents_per_image"] - plain["forward_equivalents_per_image"]
@@ -182,13 +182,13 @@ def test_interrupted_and_resumed_equals_uninterrupted(finished, inputs, tmp_path
         run(_config(inputs), tmp_path / "run")
     assert not (tmp_path / "run" / "summary.json").exists()
     resumed = run(_config(inputs), tmp_path / "run", resume=True)
-    output, whole = finished
+    output, summary = finished
     for name in ("trainable", "ema", "optimizer"):
         one, two = (step_folder(f / "checkpoints", 2) / f"{name}.safetensors" for f in (output, tmp_path / "run"))
         assert one.read_bytes() == two.read_bytes(), name
     rows = [[without_times(r) for r in read_metrics(f / "metrics.jsonl")] for f in (output, tmp_path / "run")]
     assert rows[0] == rows[1]
-    assert resumed["before"] == whole["before"] and resumed["after"] == whole["after"]
+    assert resumed["before"] == summary["before"] and resumed["after"] == summary["after"]
 
 
 def test_full_fine_tuning_saves_a_pipeline(inputs, tmp_path):

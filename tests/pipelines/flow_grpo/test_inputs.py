@@ -53,8 +53,8 @@ def config(*overrides: str) -> FlowGRPOConfig:
     ],
 )
 def test_what_the_run_refuses_the_plan_refuses(tmp_path: Path, override: str, message: str) -> None:
-    given = config(override)
-    for attempt in (lambda: plan(given, measure=False), lambda: run(given, tmp_path / "run")):
+    configuration = config(override)
+    for attempt in (lambda: plan(configuration, measure=False), lambda: run(configuration, tmp_path / "run")):
         with pytest.raises((ValueError, RuntimeError), match=message):
             attempt()
     assert not (tmp_path / "run").exists()
@@ -67,37 +67,37 @@ def test_one_process_is_refused_before_a_divided_model_loads(tmp_path: Path, mon
 
 
 def test_batch_scales_are_refused_with_several_processes() -> None:
-    given = config("rewards.normalise=batch")
-    assert prepare(given, 1).reward.unit == "batch standard deviations"
+    configuration = config("rewards.normalise=batch")
+    assert prepare(configuration, 1).reward.unit == "batch standard deviations"
     with pytest.raises(UserError, match="weighted_sum compares all samples of an iteration, and each of 2"):
-        prepare(given, 2)
-    given = config("rewards.terms={hpsv3: {uncertainty: bhattacharyya}}")
+        prepare(configuration, 2)
+    configuration = config("rewards.terms={hpsv3: {uncertainty: bhattacharyya}}")
     with pytest.raises(UserError, match="all samples of an iteration, and each of 2"):
-        prepare(given, 2)
+        prepare(configuration, 2)
 
 
 def test_a_bound_is_refused_where_no_sum_is_learnt_from() -> None:
-    given = "rewards={terms: {shapes_verifier: {}, clip_score: {bound: 0.7}}, allow_mixed_units: true}"
-    reward: Any = prepare(config(given), 1).reward
+    override = "rewards={terms: {shapes_verifier: {}, clip_score: {bound: 0.7}}, allow_mixed_units: true}"
+    reward: Any = prepare(config(override), 1).reward
     assert reward.capabilities.constraints == {"clip_score": 0.7}
     with pytest.raises(UserError, match=r"gdpo takes each reward by itself"):  # before the model is there
-        prepare(config(given, "objective.algorithm=gdpo"), 1)
+        prepare(config(override, "objective.algorithm=gdpo"), 1)
 
 
 def test_rewards_of_sets_want_whole_sets_and_stay_out_of_the_evaluation() -> None:
-    given = config("rewards.terms={vendi_gain: {}}")
-    reward: Any = prepare(given, 3).reward
-    assert reward.capabilities.needs_group and "vendi_gain" not in prepare(given, 1).rewards
+    configuration = config("rewards.terms={vendi_gain: {}}")
+    reward: Any = prepare(configuration, 3).reward
+    assert reward.capabilities.needs_group and "vendi_gain" not in prepare(configuration, 1).rewards
     with pytest.raises(UserError, match=r"3 and there are 2 processes: some group would be spread"):
-        prepare(given, 2)
+        prepare(configuration, 2)
     for over in ("batch", "sets"):
-        given = config(f"rewards.terms={{variety: {{name: vendi_gain, options: {{over: {over}}}}}}}")
+        configuration = config(f"rewards.terms={{variety: {{name: vendi_gain, options: {{over: {over}}}}}}}")
         with pytest.raises(UserError, match="all samples of an iteration, and each of 3"):
-            prepare(given, 3)
+            prepare(configuration, 3)
     for change in ("objective.algorithm=draft", "data.pairs=shapes:pairs"):
-        given = "rollout={keep_images: true, group_size: 2}", "objective.algorithm=diffusion_dpo", change
+        overrides = "rollout={keep_images: true, group_size: 2}", "objective.algorithm=diffusion_dpo", change
         with pytest.raises(UserError, match=r"keep_images keeps samples as they are scored, and .*keep_images=false"):
-            config(*given)
+            config(*overrides)
     near = "{frechet_gain: {options: {over: image, reference: [a red circle, a blue square]}}}"
     assert "frechet_gain" in prepare(config(f"evaluation.rewards={near}", "evaluation.correctness=null"), 1).rewards
     with pytest.raises(UserError, match=r"evaluation\.rewards names vendi_gain, which needs a training"):
@@ -107,24 +107,24 @@ def test_rewards_of_sets_want_whole_sets_and_stay_out_of_the_evaluation() -> Non
 def test_prompts_that_are_trained_on_are_counted(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a red circle\na blue square\na cross")
     (tmp_path / "b.txt").write_text("A  Red circle\na green square")
-    given = config("data.balance=false", f"data.train={tmp_path}/a.txt", f"data.heldout={tmp_path}/b.txt")
-    assert prepare(given, 1).heldout_trained_on == 1
-    assert plan(given, measure=False)["evaluation"]["heldout_prompts_trained_on"] == 1
+    configuration = config("data.balance=false", f"data.train={tmp_path}/a.txt", f"data.heldout={tmp_path}/b.txt")
+    assert prepare(configuration, 1).heldout_trained_on == 1
+    assert plan(configuration, measure=False)["evaluation"]["heldout_prompts_trained_on"] == 1
     assert prepare(config(), 1).heldout_trained_on == 0
 
 
 def test_changed_prompts_are_noticed(tmp_path: Path) -> None:
     prompts, output = tmp_path / "a.txt", tmp_path / "run"
     prompts.write_text("a red circle\na cross")
-    given = config("data.balance=false", f"data.train={prompts}")
-    first = prepare(given, 1).fingerprints
+    configuration = config("data.balance=false", f"data.train={prompts}")
+    first = prepare(configuration, 1).fingerprints
     assert set(first) == {"data.train", "data.heldout"}
     check_unchanged(output, first)  # a run of a version that kept no fingerprints
     write_once(output / FINGERPRINTS, json.dumps(first))
-    check_unchanged(output, prepare(given, 1).fingerprints)
+    check_unchanged(output, prepare(configuration, 1).fingerprints)
     prompts.write_text("a red circle\na square")
     with pytest.raises(CheckpointError, match=r"Differing keys: data\.train: '\w{64}' there"):
-        check_unchanged(output, prepare(given, 1).fingerprints)
+        check_unchanged(output, prepare(configuration, 1).fingerprints)
 
 
 def test_changed_code_and_files_of_options_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,12 +151,12 @@ def test_changed_code_and_files_of_options_are_noticed(tmp_path: Path, monkeypat
 def test_the_code_that_loads_the_result_has_its_path() -> None:
     adapters = load_code(config("model.path=shapes-sd3"), Path("runs/first"))
     assert 'resolve_model("shapes-sd3")' in adapters and 'load_lora_weights("runs/first/lora")' in adapters
-    whole = load_code(config("model.lora=null"), Path("runs/first"))
+    full = load_code(config("model.lora=null"), Path("runs/first"))
     large = load_code(config("model={lora: null, image_size: [64, 96]}"), Path("runs/first"))
-    assert 'from_pretrained("runs/first/model")' in whole and "lora" not in whole
+    assert 'from_pretrained("runs/first/model")' in full and "lora" not in full
     steps = {"num_inference_steps": 3}
-    for code, given in ((adapters, {}), (whole, {}), (large, {"height": 64, "width": 96})):
-        assert code.endswith(f"\nsettings = { ({**steps, 'guidance_scale': 1.0, **given}) }")  # off, as trained
+    for code, size in ((adapters, {}), (full, {}), (large, {"height": 64, "width": 96})):
+        assert code.endswith(f"\nsettings = { ({**steps, 'guidance_scale': 1.0, **size}) }")  # off, as trained
         compile(code, "report", "exec")
     guided = load_code(
         config(
@@ -227,16 +227,16 @@ def test_guidance_that_a_model_does_not_take_is_refused(model: str, change: str,
         (path := tmp_path / "model").mkdir()
         index = {"_class_name": FAMILIES[model].pipelines[0], "is_distilled": model == "flux2_klein"}
         (path / "model_index.json").write_text(json.dumps(index))
-    given = config(f"model.path={path}", change, "objective.algorithm=diffusion_nft")
+    configuration = config(f"model.path={path}", change, "objective.algorithm=diffusion_nft")
     with pytest.raises(UserError, match=message) if message else nullcontext():
-        prepare(given, 1)
+        prepare(configuration, 1)
 
 
-@pytest.mark.parametrize("alone", [False, True])
-def test_the_code_that_loads_the_result_of_a_file(tmp_path, alone):
+@pytest.mark.parametrize("network_only", [False, True])
+def test_the_code_that_loads_the_result_of_a_file(tmp_path, network_only):
     pipe = DiffusionPipeline.from_pretrained(str(resolve_model("shapes-sd15")))
     pipe.unet.conv_in.bias.data += 1
-    file = save_single_file(pipe, tmp_path / "civit.safetensors", network_only=alone)
+    file = save_single_file(pipe, tmp_path / "civit.safetensors", network_only=network_only)
     overrides = [f"model.path={file}", "model.config=shapes-sd15"]
     code, names = load_code(config(*overrides), tmp_path), dict[str, Any]()
     exec(code.partition("\npipe.load_lora")[0], names)
@@ -253,20 +253,20 @@ def test_the_code_that_loads_the_result_loads_what_was_trained(name: str, lora: 
         build_tiny_sd3(model, t5=name == "sd3")
     else:
         tiny_folder(name, model)
-    given = config(f"model={{path: {model}, lora: {lora}, image_size: {64 if name == 'wan' else 'null'}}}")
-    policy: Any = build_policy(given.model, torch.device("cpu"), seed=0)
+    configuration = config(f"model={{path: {model}, lora: {lora}, image_size: {64 if name == 'wan' else 'null'}}}")
+    policy: Any = build_policy(configuration.model, torch.device("cpu"), seed=0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for _, weight in policy.trainable_parameters():
             weight.add_(0.1 * torch.randn(weight.shape, generator=generator))
-    policy.save(result_folder(given, tmp_path))
-    found: dict[str, Any] = {}
-    exec(load_code(given, tmp_path), found)
-    settings, call = found["settings"], inspect.signature(type(found["pipe"]).__call__).parameters
+    policy.save(result_folder(configuration, tmp_path))
+    names: dict[str, Any] = {}
+    exec(load_code(configuration, tmp_path), names)
+    settings, call = names["settings"], inspect.signature(type(names["pipe"]).__call__).parameters
     assert settings.keys() <= call.keys() and ("num_frames" in settings) == (name == "wan")
     for part in ("transformer", "transformer_2") if name == "wan" else ("transformer",):
         expected = trained_weights(getattr(policy.pipe, part))
-        loaded = trained_weights(getattr(found["pipe"], part))
+        loaded = trained_weights(getattr(names["pipe"], part))
         assert expected and expected.keys() == loaded.keys()
         for layer, weight in expected.items():
             torch.testing.assert_close(loaded[layer], weight, rtol=0, atol=1e-7)
@@ -302,7 +302,7 @@ def test_references_that_cannot_be_are_refused(change: str, message: str) -> Non
 def test_references_are_of_the_training_alone(tmp_path: Path) -> None:
     table = tmp_path / "prompts.jsonl"
     table.write_text('{"prompt": "a cat", "references": ["cat.png"]}\n{"prompt": "a dog"}\n')
-    given = (f"rewards.terms={{j: {{{PAIRS}, references: {{}}}}}}", f"data={{train: {table}, balance: false}}")
-    inputs = prepare(config(*given), 1)
+    overrides = (f"rewards.terms={{j: {{{PAIRS}, references: {{}}}}}}", f"data={{train: {table}, balance: false}}")
+    inputs = prepare(config(*overrides), 1)
     assert inputs.references is not None and inputs.references.own == {"a cat"} and "j" not in inputs.rewards
     assert (inputs.references.count, inputs.references.keep, inputs.references.every) == (16, 2, None)

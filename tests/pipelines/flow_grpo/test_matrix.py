@@ -92,15 +92,15 @@ FAST = {("sd3", "flow_grpo"), ("flux", "tree"), ("z_image", "diffusion_nft"), ("
 """In the fast set too."""
 CASES = [
     pytest.param(family, name, marks=() if (family, name) in FAST else pytest.mark.slow)
-    for place, name in enumerate(KINDS)
-    for family in (FAMILIES if name in EVERYWHERE else [[*FAMILIES][place % (5 if name in REGRESSIONS else 2)]])
+    for number, name in enumerate(KINDS)
+    for family in (FAMILIES if name in EVERYWHERE else [[*FAMILIES][number % (5 if name in REGRESSIONS else 2)]])
 ]
 """The other kinds on one family in turn; those that ask as `flow_grpo` does on the two that are fastest."""
 
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Of torch: networks this small lose by more."""
+    """One torch thread: small networks lose by more."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -120,7 +120,7 @@ def _policy(family: str) -> tuple[Any, list[torch.Tensor]]:
 
 
 def _begun(family: str) -> Any:
-    """As at the beginning."""
+    """With its first adapters."""
     policy, adapters = _policy(family)
     with torch.no_grad():
         for (_, p), first in zip(policy.trainable_parameters(), adapters, strict=True):
@@ -135,13 +135,13 @@ def _reward(config: FlowGRPOConfig) -> Any:
         return GroupWinRate(as_pairwise(Brightness()))
     if config.objective.algorithm != "gdpo":
         return Brightness()
-    places = FunctionReward(lambda images, prompts: [float(i) for i in range(len(images))], name="places")
-    return WeightedSum({"places": (places, 1.0), "light": (Brightness(), 1.0)}, allow_mixed_units=True)
+    order = FunctionReward(lambda images, prompts: [float(i) for i in range(len(images))], name="places")
+    return WeightedSum({"places": (order, 1.0), "light": (Brightness(), 1.0)}, allow_mixed_units=True)
 
 
 @pytest.mark.parametrize(("family", "name"), CASES)
 def test_two_updates(family: str, name: str, tmp_path: Path) -> None:
-    policy, given = _begun(family), _policy(family)[1]
+    policy, initial = _begun(family), _policy(family)[1]
     config = _config(policy, KINDS[name], tmp_path / "model")
     objective = config.objective
     kind = VelocityRegression if objective.regression else RewardGradient if objective.ascent else FlowGRPO
@@ -170,7 +170,7 @@ def test_two_updates(family: str, name: str, tmp_path: Path) -> None:
         assert all(record["ratio_floor"] <= 1e-5 for record in records)
     trained = policy.trainable_parameters()
     assert all("lora" in name and bool(p.isfinite().all()) for name, p in trained)
-    moved = [not torch.equal(p, first) for (_, p), first in zip(trained, given, strict=True)]
+    moved = [not torch.equal(p, first) for (_, p), first in zip(trained, initial, strict=True)]
     assert sum(moved) > len(moved) / 2
     own = {id(p) for _, p in trained}
     networks = [part for part in policy.pipe.components.values() if isinstance(part, torch.nn.Module)]
@@ -197,8 +197,8 @@ def test_a_gradient_goes_through_the_velocity_and_the_decoder(family: str) -> No
     """So that an earlier step is reached through the latents."""
     policy = _begun(family)
     x = torch.randn(1, *policy.latent_shape, requires_grad=True)
-    for made in (policy.velocity(x, torch.tensor([0.5]), policy.encode(["a cat"])), policy.decode(x)):
-        assert torch.autograd.grad(made.square().sum(), x)[0].any()
+    for output in (policy.velocity(x, torch.tensor([0.5]), policy.encode(["a cat"])), policy.decode(x)):
+        assert torch.autograd.grad(output.square().sum(), x)[0].any()
 
 
 def test_a_video_is_trained_and_evaluated_on_all_its_frames(tmp_path):

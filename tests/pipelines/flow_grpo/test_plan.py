@@ -52,8 +52,8 @@ def folders(tmp_path_factory) -> Path:
 
 def configured(folders: Path, model: str, *changes: str) -> FlowGRPOConfig:
     files = [f"data.{name}={folders}/prompts.txt" for name in ("train", "heldout")]
-    given = [*BASE, f"model.path={folders}/{model}", "model.lora.rank=4", *files, *changes]
-    return load_config(FlowGRPOConfig, None, given)
+    overrides = [*BASE, f"model.path={folders}/{model}", "model.lora.rank=4", *files, *changes]
+    return load_config(FlowGRPOConfig, None, overrides)
 
 
 def asked(policy: Any, count: int) -> Any:
@@ -72,24 +72,24 @@ def asked(policy: Any, count: int) -> Any:
     ],
 )
 def test_operations_and_stored_bytes_are_those_of_a_real_velocity(folders, name, options, low, high):
-    given = {"lora": LoraSettings(rank=4), **options}
+    settings = {"lora": LoraSettings(rank=4), **options}
     at = resolve_model(name) if name.startswith("shapes") else folders / name
     with hollow_pipelines() as trace:
-        hollow: Any = load_policy(at, **given)
+        hollow: Any = load_policy(at, **settings)
         pairs = asked(hollow, 3)
         hollow.velocity(*pairs)  # which encodes the null prompt
         trace.clear()
         hollow.velocity(*pairs)
         sizes = {k: weight_bytes(p) for k, p in hollow.pipe.components.items() if hasattr(p, "parameters")}
-    policy: Any = load_policy(at, **given)
+    policy: Any = load_policy(at, **settings)
     pairs = asked(policy, 3)
     policy.velocity(*pairs)
     weights = {weight.untyped_storage()._cdata for weight in policy.module.parameters()}
-    with stored(weights) as held, counted_operations() as counter:
+    with stored(weights) as saved, counted_operations() as counter:
         v = policy.velocity(*pairs)
     assert v.requires_grad
     assert list(trace.flops.values()) == [counter.get_total_flops()]
-    assert low <= trace.held / sum(held.values()) <= high
+    assert low <= trace.held / sum(saved.values()) <= high
     assert bool(trace.largest_block) == ("gradient_checkpointing" in options)
     real = {k: weight_bytes(p) for k, p in policy.pipe.components.items() if hasattr(p, "parameters")}
     assert sizes == real
@@ -119,28 +119,28 @@ def test_stored_references_are_counted(folders, model):
     config = configured(folders, model, f"rewards.terms={{j: {{name: '{PAIRS}', references: {{count: 3, keep: 1}}}}}}")
     planned, policy = estimate(config), build_policy(config.model, torch.device("cpu"), 0)
     image = policy.decode(torch.zeros(1, *policy.latent_shape, dtype=policy.storage_dtype))
-    found = planned["memory_in_GB"]["reference_images_in_CPU_memory_and_a_checkpoint"]
-    assert found * GB == pytest.approx(2 * image.numel())
+    size = planned["memory_in_GB"]["reference_images_in_CPU_memory_and_a_checkpoint"]
+    assert size * GB == pytest.approx(2 * image.numel())
 
 
 def test_memory_by_part_is_what_a_run_holds(folders):
     config = configured(folders, "sd3", "rollout.sde_steps=[0, 2]")
     memory = estimate(config)["memory_in_GB"]
     policy: Any = build_policy(config.model, torch.device("cpu"), 0)
-    named = policy.trainable_parameters()
-    weights = TrainedWeights(named, OptimizerSettings())
-    for _, weight in named:
+    parameters = policy.trainable_parameters()
+    weights = TrainedWeights(parameters, OptimizerSettings())
+    for _, weight in parameters:
         weight.grad = torch.ones_like(weight)
     weights.step()
     moments = [s[k] for s in weights.optimizer.state.values() for k in ("exp_avg", "exp_avg_sq")]
-    trained = sum(weight.numel() for _, weight in named)
+    trained = sum(weight.numel() for _, weight in parameters)
     assert memory["adamw_moments"] * GB == pytest.approx(sum(m.numel() * 4 for m in moments))
     assert memory["trained_weights"] == memory["gradients"] == pytest.approx(trained * 4 / GB)
-    whole = weight_bytes(policy.transformer)
-    assert memory["transformer, float32"] * GB == pytest.approx(whole - 4 * trained)
+    total = weight_bytes(policy.transformer)
+    assert memory["transformer, float32"] * GB == pytest.approx(total - 4 * trained)
     condition = policy.encode(["a red circle"] * 4)
-    made = rollout(policy, condition, sigmas=policy.sigmas(3), sde_steps=[0, 2], seeds=[1, 2, 3, 4])
-    records = sum(t.numel() * t.element_size() for t in (made.latents, made.x, made.x_next, made.mean))
+    samples = rollout(policy, condition, sigmas=policy.sigmas(3), sde_steps=[0, 2], seeds=[1, 2, 3, 4])
+    records = sum(t.numel() * t.element_size() for t in (samples.latents, samples.x, samples.x_next, samples.mean))
     assert memory["rollout_records"] * GB == pytest.approx(records)
     experts = [f"objective={{algorithm: opd, experts: {{'*': {folders}}}}}", "rollout.sde_steps=[0, 2]"]
     learnt = estimate(configured(folders, "sd3", *experts))["memory_in_GB"]  # of the same states
@@ -179,7 +179,7 @@ def test_several_sizes_are_planned_by_the_largest_and_their_mean(folders):
     )
     assert both["memory_in_GB"] == wide["memory_in_GB"] != small["memory_in_GB"]
     assert both["model"]["latent"] == wide["model"]["latent"]
-    flops = [each["model"]["operations_per_forward"] for each in (small, wide, both)]
+    flops = [planned["model"]["operations_per_forward"] for planned in (small, wide, both)]
     assert flops[2] == pytest.approx((flops[0] + flops[1]) / 2) and flops[1] > 1.1 * flops[0]
     one = estimate(configured(folders, "flux", sizes["small"], "rollout.image_sizes=[16]"))
     assert one == small
@@ -192,7 +192,7 @@ def test_merged_weights_are_counted_beyond_what_is_free_while_sampling(folders):
     config = configured(folders, "sd3", "objective.algorithm=awm", *small, "rollout.merge_adapters=true")
     memory = estimate(config)["memory_in_GB"]
     policy: Any = build_policy(config.model, torch.device("cpu"), 0)
-    layers: list[Any] = [each for each in policy.transformer.modules() if isinstance(each, LoraLayer)]
+    layers: list[Any] = [layer for layer in policy.transformer.modules() if isinstance(layer, LoraLayer)]
     merged = sum(4 * layer.get_base_layer().weight.numel() for layer in layers) / GB
     assert memory["merged_adapters"] == merged - memory["activations_of_a_micro_batch"] > 0
     without = configured(folders, "sd3", "objective.algorithm=awm")
@@ -202,28 +202,28 @@ def test_merged_weights_are_counted_beyond_what_is_free_while_sampling(folders):
 def test_memory_of_several_processes_is_what_they_held():
     """100.9 M weights in full; tests/benchmarks/processes/sharding.py measured 2369 and 1220 MiB."""
     weights = [torch.empty(100_900_000, device="meta")]
-    alone = trained_memory(weights, ema=True, copies=0)
-    assert on_each_device(alone, ["trained_weights"], world=1, sharding=False) == alone
-    for sharding, held in ((False, 2369), (True, 1220)):
-        found = on_each_device(alone, ["trained_weights"], world=2, sharding=sharding)
-        assert 0.9 < sum(found.values()) * GB / (held * 2**20) < 1.15
-    spared = on_each_device(alone, ["trained_weights"], world=2, sharding=True, spare=0.3)
-    assert spared["network_gathered"] == pytest.approx(alone["trained_weights"] - 0.3)
+    single = trained_memory(weights, ema=True, copies=0)
+    assert on_each_device(single, ["trained_weights"], world=1, sharding=False) == single
+    for sharding, measured in ((False, 2369), (True, 1220)):
+        memory = on_each_device(single, ["trained_weights"], world=2, sharding=sharding)
+        assert 0.9 < sum(memory.values()) * GB / (measured * 2**20) < 1.15
+    spared = on_each_device(single, ["trained_weights"], world=2, sharding=True, spare=0.3)
+    assert spared["network_gathered"] == pytest.approx(single["trained_weights"] - 0.3)
 
 
 def test_the_plan_of_several_processes_says_what_each_holds(folders, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    found = {}
+    memory = {}
     for name, change in (("ddp", "seed=0"), ("fsdp2", "run.sharding=true")):
-        found[name] = estimate(configured(folders, "sd3", change))["memory_in_GB"]
+        memory[name] = estimate(configured(folders, "sd3", change))["memory_in_GB"]
     frozen = "transformer, float32"
-    assert found["fsdp2"][frozen] == found["ddp"][frozen] / 2 > 0
-    assert found["fsdp2"]["adamw_moments"] == found["ddp"]["adamw_moments"] / 2
-    assert found["fsdp2"]["vae, float32"] == found["ddp"]["vae, float32"]
-    assert found["ddp"]["gradients_exchanged"] == found["ddp"]["gradients"]
+    assert memory["fsdp2"][frozen] == memory["ddp"][frozen] / 2 > 0
+    assert memory["fsdp2"]["adamw_moments"] == memory["ddp"]["adamw_moments"] / 2
+    assert memory["fsdp2"]["vae, float32"] == memory["ddp"]["vae, float32"]
+    assert memory["ddp"]["gradients_exchanged"] == memory["ddp"]["gradients"]
     command = ["plan", "shapes_flow_grpo", "--processes", "3", "--images", "1000", "--json"]
-    said = json.loads(CliRunner().invoke(app, command).stdout)
-    assert said["batch"]["images"] == 4 * 288 and "20% of" in said["hours"]["basis"]
+    planned = json.loads(CliRunner().invoke(app, command).stdout)
+    assert planned["batch"]["images"] == 4 * 288 and "20% of" in planned["hours"]["basis"]
     drawn = [
         estimate(configured(folders, "sd3", f"evaluation.guidance={g}"))["forward_equivalents"] for g in ("null", 4)
     ]
@@ -232,7 +232,7 @@ def test_the_plan_of_several_processes_says_what_each_holds(folders, monkeypatch
     assert refused.exit_code == 2 and "the pipeline here is text_dpo" in " ".join(refused.output.split())
     refused = CliRunner().invoke(app, ["plan", "shapes_flow_grpo", "--images", f"{10**15}"])
     assert refused.exit_code == 2 and "takes 3472222222223 iterations" in refused.output
-    assert said["batch"]["processes"] == 3 and "gradients_exchanged" in said["memory_in_GB"]
+    assert planned["batch"]["processes"] == 3 and "gradients_exchanged" in planned["memory_in_GB"]
 
 
 def test_compiled_iterations_have_the_measured_share_of_their_kind(folders, monkeypatch):
@@ -248,10 +248,10 @@ def test_no_weight_is_read(folders, tmp_path):
     for file in bare.rglob("*.safetensors"):
         file.unlink()
     (tmp_path / "prompts.txt").write_text((folders / "prompts.txt").read_text())
-    found, whole = estimate(configured(tmp_path, "bare")), estimate(configured(folders, "flux"))
-    assert found == whole
-    done = CliRunner().invoke(app, ["plan", "shapes_quickstart", "--json"])
-    planned = json.loads(done.output)
+    bare_plan, full_plan = estimate(configured(tmp_path, "bare")), estimate(configured(folders, "flux"))
+    assert bare_plan == full_plan
+    result = CliRunner().invoke(app, ["plan", "shapes_quickstart", "--json"])
+    planned = json.loads(result.output)
     assert planned["forward_equivalents"]["of_the_run"] == pytest.approx(
         planned["cost"]["forward_equivalents_per_image"] * 288 * planned["batch"]["iterations"]
     )

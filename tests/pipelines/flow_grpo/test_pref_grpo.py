@@ -118,8 +118,8 @@ def test_refused(files, overrides, message):
 
 
 def test_flow_grpo_refuses_a_judge_that_only_compares(files):
-    given = load_config(FlowGRPOConfig, None, [*BASE, *files, f"rewards.terms={{judge: {{name: '{HERE}'}}}}"])
+    settings = load_config(FlowGRPOConfig, None, [*BASE, *files, f"rewards.terms={{judge: {{name: '{HERE}'}}}}"])
     with pytest.raises(UserError, match="Take pipeline: pref_grpo, or"):
-        prepare(given, 1)
+        prepare(settings, 1)
     with pytest.raises(RewardError, match="compares two images and gives no score of one"):
         load_reward(HERE)

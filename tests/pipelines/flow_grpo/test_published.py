@@ -79,11 +79,11 @@ def _whole(name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if _whole(name)])
 def test_the_configuration_that_is_named_is_of_the_algorithm(name: str) -> None:
-    (whole,) = _whole(name)
-    lines = resolve_config(whole).read_text().splitlines()
+    (recipe,) = _whole(name)
+    lines = resolve_config(recipe).read_text().splitlines()
     label = {"mix_grpo_flash": "# Flash: ", "precise": "# Precise: "}.get(name)
     settings = [line.removeprefix(label) for line in lines if label and line.startswith(label)]
-    config = _loaded(whole, *(shlex.split(settings[0]) if label else ()))
+    config = _loaded(recipe, *(shlex.split(settings[0]) if label else ()))
     own = {key: value for key, value in FIELDS[name].items() if key not in ("at", "algorithm")}
     assert {key: _has(config, key) for key in own} == own
 

@@ -47,22 +47,22 @@ ALGORITHMS = {
 
 
 def _said(name: str) -> dict[str, str]:
-    """word -> what the header of a recipe says behind it, in one line."""
-    found, word = dict[str, str](), ""
+    """word -> the text behind it in a recipe's header, in one line."""
+    sections, word = dict[str, str](), ""
     for line in config_header((CONFIGS / f"{name}.yaml").read_text()):
         begins = re.match(r"([A-Z][\w ]+): (.*)", line)
-        word, text = begins.groups() if begins else (word, f"{found.get(word, '')} {line}")
-        found[word] = text
-    return found
+        word, text = begins.groups() if begins else (word, f"{sections.get(word, '')} {line}")
+        sections[word] = text
+    return sections
 
 
-def _stated_cost(said: str) -> float:
+def _stated_cost(text: str) -> float:
     """Forward-equivalents an image."""
-    return sum(map(float, said.partition(" forward-equivalents")[0].split("+")))
+    return sum(map(float, text.partition(" forward-equivalents")[0].split("+")))
 
 
 def _on_a_model(config: Any, family: str, folder: Path) -> Any:
-    """The configuration with a model of whose kind is told, which is all that its cost asks."""
+    """The configuration with a model folder that names only the kind; its cost needs no more."""
     folder.mkdir(exist_ok=True)
     (folder / "model_index.json").write_text(json.dumps({"_class_name": FAMILIES[family].pipelines[0]}))
     return replace(config, model=replace(config.model, path=str(folder)))
@@ -78,7 +78,7 @@ def test_a_recipe_runs_on_a_tiny_model_of_its_family(name, tmp_path):
     frozen = {n: p.clone() for n, p in policy.module.named_parameters() if not p.requires_grad}
     before = [p.clone() for _, p in policy.trainable_parameters()]
     rollout = replace(config.rollout, prompts_per_iteration=2, group_size=4, steps=min(10, config.rollout.steps))
-    records = [given if isinstance(given, dict) else {"prompt": given} for given in prompts]
+    records = [prompt if isinstance(prompt, dict) else {"prompt": prompt} for prompt in prompts]
     algorithm = FlowGRPO(policy, Brightness(), records, rollout=rollout, objective=config.objective)
     optimizer = replace(config.optimizer, lr=1e-3, updates_per_iteration=1)
     trainer = Trainer(algorithm, optimizer=optimizer, run=RunSettings(folder=tmp_path, iterations=1))
@@ -87,25 +87,25 @@ def test_a_recipe_runs_on_a_tiny_model_of_its_family(name, tmp_path):
     assert result.counters.updates == 1 and result.counters.skipped == 0
     assert all(torch.equal(p, frozen[n]) for n, p in policy.module.named_parameters() if n in frozen)
     assert any(not torch.equal(a, b) for a, (_, b) in zip(before, policy.trainable_parameters(), strict=True))
-    whole = _on_a_model(config, family, tmp_path / "model")
-    planned = planned_cost(replace(whole, rollout=rollout))
+    with_model = _on_a_model(config, family, tmp_path / "model")
+    planned = planned_cost(replace(with_model, rollout=rollout))
     assert policy.forward_count.equivalents - start == planned * 8
-    assert _stated_cost(_said(name)["Duration"]) == pytest.approx(planned_cost(whole), abs=0.05)
+    assert _stated_cost(_said(name)["Duration"]) == pytest.approx(planned_cost(with_model), abs=0.05)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_recipe_says_what_an_algorithm_costs(name, tmp_path):
-    said, family = _said(name), ALGORITHMS[name]
+    sections, family = _said(name), ALGORITHMS[name]
     config = _on_a_model(load_job(name, []).config, family, tmp_path)
-    assert _stated_cost(said["Duration"]) == pytest.approx(planned_cost(config), abs=0.05)
-    images = re.search(r"([\d,]+) images an iteration", said["Duration"])
+    assert _stated_cost(sections["Duration"]) == pytest.approx(planned_cost(config), abs=0.05)
+    images = re.search(r"([\d,]+) images an iteration", sections["Duration"])
     count = config.rollout.prompts_per_iteration * config.rollout.group_size
     assert images is not None and int(images[1].replace(",", "")) == count
-    for word in said.keys() - {"Duration"}:
+    for word in sections.keys() - {"Duration"}:
         if word.startswith("Duration of "):
-            changed = load_job(name, shlex.split(said[word.removeprefix("Duration of ")])).config
+            changed = load_job(name, shlex.split(sections[word.removeprefix("Duration of ")])).config
             cost = planned_cost(_on_a_model(changed, family, tmp_path))
-            assert _stated_cost(said[word]) == pytest.approx(cost, abs=0.05)
+            assert _stated_cost(sections[word]) == pytest.approx(cost, abs=0.05)
 
 
 @pytest.mark.parametrize("name", [*RECIPES, *ALGORITHMS])
@@ -115,13 +115,13 @@ def test_its_twin_on_a_cpu_trains_by_the_same_algorithm(name):
     if twin == "none,":
         assert name in ("wan_flow_grpo", "flux1_kontext_flow_grpo")
         return
-    found, config = load_job(str(CONFIGS / f"{twin}.yaml"), overrides).config, load_job(name, []).config
-    assert type(found) is type(config)
+    twin_config, config = load_job(str(CONFIGS / f"{twin}.yaml"), overrides).config, load_job(name, []).config
+    assert type(twin_config) is type(config)
     for key in ("algorithm", "credit", "balance_every"):
-        assert getattr(found.objective, key) == getattr(config.objective, key)
-    assert found.rollout.schedule == config.rollout.schedule
+        assert getattr(twin_config.objective, key) == getattr(config.objective, key)
+    assert twin_config.rollout.schedule == config.rollout.schedule
     for key in ("sde_window", "branch"):
-        assert (getattr(found.rollout, key) is None) == (getattr(config.rollout, key) is None)
+        assert (getattr(twin_config.rollout, key) is None) == (getattr(config.rollout, key) is None)
 
 
 @pytest.mark.parametrize(

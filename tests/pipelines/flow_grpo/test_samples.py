@@ -81,8 +81,8 @@ def test_each_evaluation_leaves_a_grid_of_the_same_prompts(finished):
     files = sorted((finished / FOLDER).iterdir())
     assert [file.name for file in files] == ["000000.png", "000001.png", "000002.png"]
     before = load_heldout(finished / "before.npz")
-    places = [before.prompts.index(PROMPTS[i]) for i in (0, 1, 2)]  # three of four, their first seed
-    expected = np.concatenate([before.images[place] for place in places], axis=1)
+    indices = [before.prompts.index(PROMPTS[i]) for i in (0, 1, 2)]  # three of four, their first seed
+    expected = np.concatenate([before.images[index] for index in indices], axis=1)
     np.testing.assert_array_equal(np.asarray(Image.open(files[0])), expected)
     assert not np.array_equal(np.asarray(Image.open(files[2])), expected)
     page = (finished / "report.html").read_text()
@@ -90,17 +90,17 @@ def test_each_evaluation_leaves_a_grid_of_the_same_prompts(finished):
 
 
 def test_trackers_that_take_images_get_them(finished, tmp_path):
-    shown = Shown()
-    accelerator = Accelerator(cpu=True, log_with=[shown])
+    tracker = Shown()
+    accelerator = Accelerator(cpu=True, log_with=[tracker])
     accelerator.init_trackers("test")
     records = [{"prompt": prompt} for prompt in PROMPTS]
     grids = SampleGrids(output=tmp_path, accelerator=accelerator, heldout=records, seed=3, columns=2)
     result = load_heldout(finished / "before.npz")
     for iteration in (0, 5, 5):
         grids.keep(iteration, result)
-    assert [step for step, _ in shown.images] == [0, 5]
+    assert [step for step, _ in tracker.images] == [0, 5]
     height, width = result.images.shape[1:3]
-    assert shown.images[0][1][FOLDER].shape == (1, height, 2 * width, 3)
+    assert tracker.images[0][1][FOLDER].shape == (1, height, 2 * width, 3)
     assert [number for number, _ in grids.files()] == [0, 5]
 
 

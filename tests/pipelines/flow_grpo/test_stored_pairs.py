@@ -58,14 +58,14 @@ def _config(*overrides: str) -> FlowGRPOConfig:
 def test_a_run_by_the_configuration_and_a_resume_on_other_pairs(tmp_path, capsys):
     tiny_sd3_pipeline().save_pretrained(tmp_path / "model")
     (tmp_path / "prompts.txt").write_text("a red circle\na square\n")
-    given = (
+    overrides = (
         f"model.path={tmp_path}/model",
         f"data={{pairs: {_file(tmp_path / 'set')}, heldout: {tmp_path}/prompts.txt}}",
         "rewards.terms={no_such_reward: {}}",  # is not looked at
     )
-    summary = run(_config(*given), tmp_path / "whole")
+    summary = run(_config(*overrides), tmp_path / "whole")
     assert "1 of 3 pairs are ties and left out" in "".join(capsys.readouterr())
-    planned = plan(_config(*given), measure=False)
+    planned = plan(_config(*overrides), measure=False)
     # 2 levels of a forward, a backward and the reference; nothing is sampled
     assert planned["cost"]["forward_equivalents_per_image"] == 2 * (3 + 1)
     assert planned["batch"]["training_prompts"] == 2 and planned["batch"]["pairs_per_iteration"] == 8
@@ -76,17 +76,17 @@ def test_a_run_by_the_configuration_and_a_resume_on_other_pairs(tmp_path, capsys
     assert "<title>diffusion_dpo on" in (tmp_path / "whole" / "report.html").read_text()
     Image.new("RGB", (64, 80), "red").save(tmp_path / "set" / "a.png")
     with pytest.raises(CheckpointError, match=r"keys: images of data\.pairs: '\w+' there, '\w+' now\. Set"):
-        run(_config(*given, "run.iterations=3"), tmp_path / "whole", resume=True)
+        run(_config(*overrides, "run.iterations=3"), tmp_path / "whole", resume=True)
     _file(tmp_path / "set", label="left")
     with pytest.raises((UserError, CheckpointError), match=r"data\.pairs"):
-        run(_config(*given, "run.iterations=3"), tmp_path / "whole", resume=True)
+        run(_config(*overrides, "run.iterations=3"), tmp_path / "whole", resume=True)
 
 
 def test_votes_are_summed_ties_left_out_and_sides_told_apart(tmp_path):
     (first, second), notes = read_stored(str(_file(tmp_path)), "none")
-    assert [one["preference"] for one in first["candidates"]] == pytest.approx([0.8, 0.2])  # 4 of 5
-    assert [one["preference"] for one in second["candidates"]] == [0.0, 1.0]
-    assert [Path(one["image"]).name for one in second["candidates"]] == ["a.png", "c.png"]
+    assert [candidate["preference"] for candidate in first["candidates"]] == pytest.approx([0.8, 0.2])  # 4 of 5
+    assert [candidate["preference"] for candidate in second["candidates"]] == [0.0, 1.0]
+    assert [Path(candidate["image"]).name for candidate in second["candidates"]] == ["a.png", "c.png"]
     assert any("1 of 3 pairs are ties" in note for note in notes)
     assert any("votes on 3 pairs" in note for note in notes)
     generated, _ = read_stored("shapes:pairs", "none", limit=50)
@@ -97,8 +97,8 @@ def test_images_come_in_the_policys_size_and_layout(tmp_path):
     policy = load_policy(_tiny(tmp_path), lora=LoraSettings(rank=2))
     records, _ = read_stored(str(_file(tmp_path / "set")), "none")
     latents = stored_latents(policy)
-    made = latents([side for record in records for side in record["candidates"]])
-    assert made.shape == (4, *policy.latent_shape) and torch.equal(made[0], made[2])  # a.png twice
+    encoded = latents([side for record in records for side in record["candidates"]])
+    assert encoded.shape == (4, *policy.latent_shape) and torch.equal(encoded[0], encoded[2])  # a.png twice
 
 
 def _tiny(folder: Path) -> Path:
@@ -143,7 +143,7 @@ def _rated(folder: Path, **changes: Any) -> Path:
 def test_rated_images_are_groups_of_a_prompt(tmp_path):
     read = {"size": 4, "names": {"mos": "quality"}}
     [record], notes = read_stored(str(_rated(tmp_path)), "none", **read)
-    assert [one["preference"] for one in record["candidates"]] == [5, 4, 3, 1.5]
+    assert [candidate["preference"] for candidate in record["candidates"]] == [5, 4, 3, 1.5]
     assert "2 of 6 images are left out: groups have 4" in "".join(notes)
     assert len(read_stored(str(tmp_path / "rated.jsonl"), "none", size=2, names=read["names"])[0]) == 2
     tiny_sd3_pipeline().save_pretrained(tmp_path / "model")
@@ -199,16 +199,16 @@ def _edited(folder: Path, **changes: Any) -> Path:
 
 def test_pairs_of_edits_are_learnt_from_with_what_they_edit(tmp_path, monkeypatch):
     tiny_folder("flux_kontext", tmp_path / "model")
-    path, asked = _edited(tmp_path / "set"), []
+    path, records = _edited(tmp_path / "set"), []
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "x", "source": f"{tmp_path}/set/b.png"}))
-    given = (
+    overrides = (
         f"model={{path: {tmp_path}/model, image_size: [16, 8], options: {{call: {{_auto_resize: false}}}}}}",
         f"data={{pairs: {path}, heldout: {tmp_path}/prompts.jsonl}}",
     )
     encode = PipelinePolicy.encode
-    monkeypatch.setattr(PipelinePolicy, "encode", lambda it, prompts: asked.extend(prompts) or encode(it, prompts))
-    run(_config(*given), tmp_path / "run")
-    sources = [record["source"] for record in asked if record["prompt"] == "make it blue"]
+    monkeypatch.setattr(PipelinePolicy, "encode", lambda it, prompts: records.extend(prompts) or encode(it, prompts))
+    run(_config(*overrides), tmp_path / "run")
+    sources = [record["source"] for record in records if record["prompt"] == "make it blue"]
     assert {Path(source).name for source in sources} == {"a.png", "c.png"}
     log = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert all(row["grad_norm"] > 0 for row in log)

@@ -56,17 +56,17 @@ def verdicts(result: Mapping[str, Any]) -> dict[str, str]:
 
 
 def levels(result: Mapping[str, Any], probe: str) -> dict[str, Mapping[str, Any]]:
-    [found] = [entry for entry in result["probes"] if entry["name"] == probe]
-    return {entry["label"]: entry for entry in found["levels"]}
+    [selected] = [entry for entry in result["probes"] if entry["name"] == probe]
+    return {entry["label"]: entry for entry in selected["levels"]}
 
 
 def test_an_honest_judge_is_not_accused() -> None:
     judge = as_pairwise(Remembered(ShapesVerifier("partial")))
     result = tried(judge, [*SOME, *AMONG_REAL, "blank", "mirror", "spelling"])
-    found = verdicts(result)
-    assert "fails" not in found.values(), found
+    by_probe = verdicts(result)
+    assert "fails" not in by_probe.values(), by_probe
     surely = [*OF_THE_JUDGE, "empty_among_real", "blank", "mirror", "white_border", "neighbours", "form"]
-    assert {found[name] for name in surely} == {"holds"}
+    assert {by_probe[name] for name in surely} == {"holds"}
     [same] = levels(result, "identical").values()
     assert (same["judged"], same["failed"], same["largest"]) == (40, 0, 0.0), "between equal images: 0.5"
     [circles] = levels(result, "transitivity").values()
@@ -78,19 +78,19 @@ def test_an_honest_judge_is_not_accused() -> None:
 
 def test_love_of_the_left_is_found() -> None:
     result = tried(PrefersTheLeft(1.5), SOME)
-    found = verdicts(result)
-    assert {found[name] for name in ("identical", "position", "swap")} == {"fails"}
-    assert "fails" not in {found[name] for name in set(SOME) - {"identical", "position", "swap"}}
-    [same], [place] = levels(result, "identical").values(), levels(result, "position").values()
+    by_probe = verdicts(result)
+    assert {by_probe[name] for name in ("identical", "position", "swap")} == {"fails"}
+    assert "fails" not in {by_probe[name] for name in set(SOME) - {"identical", "position", "swap"}}
+    [same], [position] = levels(result, "identical").values(), levels(result, "position").values()
     spread = result["reference"]["spread"]
-    assert same["mean"] == pytest.approx(1.5 / spread) and place["mean"] == pytest.approx(1.5 / spread)
+    assert same["mean"] == pytest.approx(1.5 / spread) and position["mean"] == pytest.approx(1.5 / spread)
     assert levels(result, "swap")["two real images"]["share"] < 0.5
 
 
 def test_circles_are_found() -> None:
     result = tried(GoesInCircles(), OF_THE_JUDGE, shapes_reference_set(64))
-    found = verdicts(result)
-    assert found["transitivity"] == "fails" and found["identical"] == found["swap"] == "holds"
+    by_probe = verdicts(result)
+    assert by_probe["transitivity"] == "fails" and by_probe["identical"] == by_probe["swap"] == "holds"
     [circles] = levels(result, "transitivity").values()
     assert circles["share"] == pytest.approx(0.25, abs=0.1) and circles["chance"] == pytest.approx(0.25, abs=0.02)
     assert circles["share_low"] < circles["share"] < circles["share_high"]
@@ -124,19 +124,19 @@ def by_hand(*brightness: float, rivals: tuple[float, ...] = ()) -> Reference:
     samples = tuple(Sample(image, "grey") for image in images)
     others = tuple((samples[(k + 1) % len(samples)], samples[(k + 2) % len(samples)]) for k in range(len(samples)))
     if rivals:
-        shown = grey(list(rivals)).mul(255).round() / 255
-        others = tuple((Sample(image, "grey"),) for image in shown)
+        rival_images = grey(list(rivals)).mul(255).round() / 255
+        others = tuple((Sample(image, "grey"),) for image in rival_images)
     return Reference("by hand", samples, (None,) * len(samples), others=others)
 
 
 def test_responses_and_win_rates_by_hand() -> None:
     # ℓ = 10 (a − b) of 0.2, 0.4, 0.8 against 0.4, 0.8, 0.6: −2, −4 and 2; s = √((4 + 16 + 4) / 3 / 2) = 2.
-    judge, own, others = BrightnessPairs(scale=10.0, bias=0.5), (0.2, 0.4, 0.8), (0.4, 0.8, 0.6)
-    result = tried(judge, ["brightness", "blank", "position", "empty_among_real"], by_hand(*own, rivals=others))
+    judge, own, rivals = BrightnessPairs(scale=10.0, bias=0.5), (0.2, 0.4, 0.8), (0.4, 0.8, 0.6)
+    result = tried(judge, ["brightness", "blank", "position", "empty_among_real"], by_hand(*own, rivals=rivals))
     assert result["reference"]["spread"] == pytest.approx(2.0, rel=1e-3)
     assert result["reference"]["mean"] == pytest.approx(-4 / 3, rel=1e-3)
-    [place] = levels(result, "position").values()
-    assert place["mean"] == pytest.approx(0.5 / 2, rel=1e-3)
+    [position] = levels(result, "position").values()
+    assert position["mean"] == pytest.approx(0.5 / 2, rel=1e-3)
     darker = levels(result, "brightness")["× 0.6"]
     odds = [10 * -0.4 * level for level in own]
     assert darker["mean"] == pytest.approx(sum(odds) / 3 / 2, rel=2e-2), "the place cancels"
@@ -191,12 +191,12 @@ def test_the_others_of_ones_own_images(tmp_path: Path) -> None:
     for number, prompt in enumerate(prompts):
         Image.new("RGB", (8, 8), (10 * number, 0, 0)).save(tmp_path / f"{number}.png")
         rows.append(ImageRow(image=str(tmp_path / f"{number}.png"), prompt=prompt))
-    found = read_reference("here", rows)
-    rivals = [found.rivals(row) for row in range(len(rows))]
-    shown = [[(round(float(other.image[0, 0, 0]) * 25.5), other.prompt) for other in row] for row in rivals]
+    reference = read_reference("here", rows)
+    rivals = [reference.rivals(row) for row in range(len(rows))]
+    contents = [[(round(float(rival.image[0, 0, 0]) * 25.5), rival.prompt) for rival in row] for row in rivals]
     threes = [[(a, "three"), (b, "three")] for a, b in ((2, 4), (4, 0), (0, 2))]
-    assert shown == [threes[0], [(5, "two")], threes[1], [(4, "one"), (5, "one")], threes[2], []]
-    assert found.strangers == 1
+    assert contents == [threes[0], [(5, "two")], threes[1], [(4, "one"), (5, "one")], threes[2], []]
+    assert reference.strangers == 1
     with pytest.raises(UserError, match="judged 0 of 0 pairs of reference images, and 2 are needed"):
         probe_reward(BrightnessPairs(), read_reference("here", rows[:1]))
 
@@ -219,12 +219,12 @@ def test_the_command_takes_ones_own_judge(tmp_path: Path, monkeypatch: Any) -> N
     Path("mine.py").write_text(JUDGE)
     names = [*OF_THE_JUDGE, "brightness", "empty_among_real"]
     arguments = ["probe-reward", "mine.py:LikesTheFirst", "--count", "12", "-o", "out"]
-    done = CliRunner().invoke(app, [*arguments, *(part for name in names for part in ("--only", name))])
-    said = " ".join(done.output.split())
-    assert done.exit_code == 1, done.output
-    assert "of 6 probes move it: an image against itself, left and right exchanged" in said
-    assert "12 of 12 pairs of reference images (shapes world)" in said
-    assert "50.0 %" in said and "by chance" in said
+    outcome = CliRunner().invoke(app, [*arguments, *(part for name in names for part in ("--only", name))])
+    output = " ".join(outcome.output.split())
+    assert outcome.exit_code == 1, outcome.output
+    assert "of 6 probes move it: an image against itself, left and right exchanged" in output
+    assert "12 of 12 pairs of reference images (shapes world)" in output
+    assert "50.0 %" in output and "by chance" in output
     result = json.loads(Path("out/probe.json").read_text())
     assert result["judge"]["kind"] == "comparisons" and list(verdicts(result)) == names
     page = Path("out/probe.html").read_text()

@@ -39,16 +39,16 @@ def verdicts(result: Mapping[str, Any]) -> dict[str, str]:
 
 
 def level(result: Mapping[str, Any], probe: str, label: str) -> Mapping[str, Any]:
-    [found] = [entry for entry in result["probes"] if entry["name"] == probe]
-    return next(entry for entry in found["levels"] if entry["label"] == label)
+    [selected] = [entry for entry in result["probes"] if entry["name"] == probe]
+    return next(entry for entry in selected["levels"] if entry["label"] == label)
 
 
 def test_the_honest_verifier_passes() -> None:
     result = probe_reward(ShapesVerifier(), world())
-    found = verdicts(result)
+    by_probe = verdicts(result)
     beyond = {"ground", "canvas"}  # it reads the world's own dark grounds, and sizes in pixels
-    assert {name for name, verdict in found.items() if verdict == "fails"} == beyond, found
-    assert {found[name] for name in ("blank", "destroyed", "mirror", "neighbours", "form")} == {"holds"}
+    assert {name for name, verdict in by_probe.items() if verdict == "fails"} == beyond, by_probe
+    assert {by_probe[name] for name in ("blank", "destroyed", "mirror", "neighbours", "form")} == {"holds"}
     few = level(result, "spelling", "to the left of")
     assert (few["mean"], few["judged"], few["verdict"]) == (0.0, 5, "unclear"), "five images decide nothing"
     assert level(result, "other_prompt", "another prompt")["mean"] < -0.5, "it looks at the prompt"
@@ -58,9 +58,9 @@ def test_the_honest_verifier_passes() -> None:
 
 
 def test_love_of_frames_and_captions_is_found() -> None:
-    found = verdicts(probe_reward(LovesFrames(), world(), probes=select_probes(SOME)))
-    assert found["white_border"] == "fails" and found["pasted_text"] == "fails"
-    assert found["black_border"] == "holds" and found["neighbours"] == "holds"
+    by_probe = verdicts(probe_reward(LovesFrames(), world(), probes=select_probes(SOME)))
+    assert by_probe["white_border"] == "fails" and by_probe["pasted_text"] == "fails"
+    assert by_probe["black_border"] == "holds" and by_probe["neighbours"] == "holds"
 
 
 def test_lower_is_better_turns_the_responses() -> None:
@@ -147,8 +147,8 @@ def test_unreadable_reference_images_are_left_out(tmp_path: Path) -> None:
     Image.new("RGB", (8, 8), "red").save(tmp_path / "a.png")
     (tmp_path / "b.png").write_bytes(b"no image")
     rows = [ImageRow(image=str(tmp_path / name), prompt="x") for name in ("a.png", "b.png")]
-    found = read_reference("here", rows)
-    assert len(found.samples) == 1 and found.unreadable == 1
+    reference = read_reference("here", rows)
+    assert len(reference.samples) == 1 and reference.unreadable == 1
     with pytest.raises(UserError, match=r"None of the 1 reference images of here can be read: .*b\.png"):
         read_reference("here", rows[1:])
 
@@ -156,10 +156,10 @@ def test_unreadable_reference_images_are_left_out(tmp_path: Path) -> None:
 def test_the_command_writes_page_and_json_and_says_when_a_probe_fails(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     arguments = ["probe-reward", "saturation", "--count", "8", "--only", "saturation", "--only", "spelling"]
-    done = CliRunner().invoke(app, [*arguments, "-o", str(folder)])
-    assert done.exit_code == 1, done.output
-    assert "1 of 2 probes move it: saturation." in done.output
-    assert "The best paid change is saturation, × 2.2: +" in done.output
+    outcome = CliRunner().invoke(app, [*arguments, "-o", str(folder)])
+    assert outcome.exit_code == 1, outcome.output
+    assert "1 of 2 probes move it: saturation." in outcome.output
+    assert "The best paid change is saturation, × 2.2: +" in outcome.output
     result = json.loads((folder / "probe.json").read_text())
     assert verdicts(result)["saturation"] == "fails" and list(verdicts(result)) == ["saturation", "spelling"]
     page = (folder / "probe.html").read_text()
@@ -181,5 +181,5 @@ def test_the_command_writes_page_and_json_and_says_when_a_probe_fails(tmp_path: 
 )
 def test_the_command_refuses(arguments: list[str], message: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(app, ["probe-reward", *arguments])
-    assert done.exit_code == 2 and message in " ".join(done.output.split())
+    outcome = CliRunner().invoke(app, ["probe-reward", *arguments])
+    assert outcome.exit_code == 2 and message in " ".join(outcome.output.split())

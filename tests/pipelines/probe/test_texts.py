@@ -48,8 +48,8 @@ def test_a_planted_liking_fails_its_probe(name):
 
 
 def test_contrast_instructions_by_hand():
-    """The nearest prompt by words is of the same kind; a reward of the task's answers is consistent, one of the
-    text alone prefers the longer answer, and knows no prompt."""
+    """The nearest prompt by words is of the same kind. A reward of the task's answers is consistent; one of the
+    text alone prefers the longer answer and ignores the prompt."""
     prompts = ["What is 3 + 4?", "What is 3 + 9?", "Name a city", "What is 3 + 4?", "Name a bird"]
     assert contrasts(prompts, "abcad") == [1, 0, 4, None, 2] and contrasts(["a"], "a") == [None]
     judge: Any = load_any_judge("task_answer")

@@ -131,12 +131,12 @@ def test_a_result_is_sampled_as_its_run_evaluated(folder, tmp_path, capsys, monk
         assert own.solver == ("dpmpp_2m" if sampling[0] == 5 else "euler")
         steered = job.SampleSettings(**settings, best_of=2, resample_after=[0])
         assert steered.with_own_sampling().solver == "euler"
-    said = "as the weights' run evaluated: steps 5, solver dpmpp_2m, timestep_schedule plain"
-    assert (said in capsys.readouterr().err) == (sampling[0] == 5)
+    message = "as the weights' run evaluated: steps 5, solver dpmpp_2m, timestep_schedule plain"
+    assert (message in capsys.readouterr().err) == (sampling[0] == 5)
     monkeypatch.chdir(lora)  # no folder of the packaged model
     assert job.SampleSettings(model="shapes-sd3").with_own_sampling().options == {}
-    given = job.SampleSettings(**settings, steps=2, options={"guidance": 2.0}).with_own_sampling()
-    assert (given.steps, given.options["guidance"]) == (2, 2.0)
+    explicit = job.SampleSettings(**settings, steps=2, options={"guidance": 2.0}).with_own_sampling()
+    assert (explicit.steps, explicit.options["guidance"]) == (2, 2.0)
 
 
 def test_several_files_and_prompts_are_read_together(folder, tmp_path):
@@ -169,16 +169,16 @@ def test_a_judge_that_fails_is_named(count, dark, tmp_path, monkeypatch):
 
 
 def test_the_solver_is_that_which_was_asked_for(folder, tmp_path):
-    given = ("a red circle", "-m", folder, "--steps", 4, "--seeds", 3, "--option", "guidance=null")
+    arguments = ("a red circle", "-m", folder, "--steps", 4, "--seeds", 3, "--option", "guidance=null")
     for name in ("euler", "dpmpp_2m"):
-        assert run(*given, "--solver", name, "-o", tmp_path / name).exit_code == 0
+        assert run(*arguments, "--solver", name, "-o", tmp_path / name).exit_code == 0
     policy = load_policy(folder, lora=LoraSettings())
     drawn = {"sigmas": policy.sigmas(4), "seeds": [sample_seed("sample", "a red circle", 3, 0)], "solver": "dpmpp_2m"}
     with torch.no_grad():
-        [wanted] = policy.decode(rollout(policy, policy.encode(["a red circle"]), **drawn).latents)
-    wanted = wanted.clamp(0, 1).mul(255).round().permute(1, 2, 0).numpy()
-    by_euler, found = (pixels(tmp_path / name / "0000_3.png").astype(int) for name in ("euler", "dpmpp_2m"))
-    assert np.abs(found - wanted).max() <= 1 < np.abs(by_euler - wanted).max()
+        [expected] = policy.decode(rollout(policy, policy.encode(["a red circle"]), **drawn).latents)
+    expected = expected.clamp(0, 1).mul(255).round().permute(1, 2, 0).numpy()
+    by_euler, by_dpmpp = (pixels(tmp_path / name / "0000_3.png").astype(int) for name in ("euler", "dpmpp_2m"))
+    assert np.abs(by_dpmpp - expected).max() <= 1 < np.abs(by_euler - expected).max()
     assert "dpmpp_2m" in (tmp_path / "dpmpp_2m" / "index.html").read_text()
 
 
@@ -193,10 +193,10 @@ def test_the_page_shows_each_image_beside_its_prompt_under_its_seed(folder, tmp_
     for prompt, row in zip(("a &lt;b&gt;red&lt;/b&gt; circle", "two &amp; squares"), (0, 1), strict=True):
         cells = table.split("<tr>")[1 + row].split("<td>")
         assert f'<th scope="row">{prompt}</th>' in cells[0]
-        for cell, seed, found in zip(cells[1:], (0, 3), rows(tmp_path / "out")[2 * row :], strict=False):
-            assert f'src="{found["image"]}" alt="Seed {seed}: {prompt}"' in cell
-            assert f'href="{found["image"]}"' in cell and (tmp_path / "out" / found["image"]).is_file()
-            assert f"sharpness {plain(found['sharpness'])}" in cell
+        for cell, seed, record in zip(cells[1:], (0, 3), rows(tmp_path / "out")[2 * row :], strict=False):
+            assert f'src="{record["image"]}" alt="Seed {seed}: {prompt}"' in cell
+            assert f'href="{record["image"]}"' in cell and (tmp_path / "out" / record["image"]).is_file()
+            assert f"sharpness {plain(record['sharpness'])}" in cell
     assert [page.count(text) for text in ("Seed 0</th>", "Seed 3</th>", "<img ", "Draws of a seed")] == [1, 1, 4, 1]
     failed = [{"image": "a.png", "prompt": "", "seed": 0, "r": None}]
     page = sample_page(failed, size=(8, 8), rewards={"r": "bits"}, facts=[])
@@ -206,23 +206,23 @@ def test_the_page_shows_each_image_beside_its_prompt_under_its_seed(folder, tmp_
 @pytest.mark.parametrize("search", [None, ZeroOrderSearch(rounds=1, candidates=2)], ids=["draws", "search"])
 @pytest.mark.parametrize("compares", ["", "group", "batch"])
 def test_of_many_draws_one_batch_and_the_best_are_in_memory(search, compares, tmp_path, monkeypatch):
-    """They are those of all draws at once; a reward that compares the draws is given all of them."""
+    """They equal those of all draws at once; a reward that compares draws gets all of them."""
     policy: Any = ToyPolicy()
-    alive, most, asked = [0], [0], []
+    alive, peak, sizes = [0], [0], []
     decode = policy.decode
 
     def counted(latents):
-        made = decode(latents).numpy().copy()
-        alive[0] += len(made)
-        weakref.finalize(made, lambda: alive.__setitem__(0, alive[0] - len(latents)))
-        most[0] = max(most[0], alive[0])
-        return torch.from_numpy(made)
+        images = decode(latents).numpy().copy()
+        alive[0] += len(images)
+        weakref.finalize(images, lambda: alive.__setitem__(0, alive[0] - len(latents)))
+        peak[0] = max(peak[0], alive[0])
+        return torch.from_numpy(images)
 
     class Judge(Brightness):
         capabilities = RewardCapabilities(needs_group=compares == "group", needs_batch=compares == "batch")
 
         def score(self, images, prompts, metadata=None):
-            asked.append(len(images))
+            sizes.append(len(images))
             return super().score(images, prompts, metadata)
 
     monkeypatch.setattr(policy, "decode", counted)
@@ -230,8 +230,8 @@ def test_of_many_draws_one_batch_and_the_best_are_in_memory(search, compares, tm
     settings = job.SampleSettings(seeds=(0, 5), steps=2, best_of=11, batch_size=3, search=search)
     records = [{"prompt": "bright"}, {"prompt": "dark"}]
     table = job.sample_images(records, settings, tmp_path / "out", rewards={"brightness": Judge()})
-    assert max(asked) == (11 if compares else 3) and alive == [0]
-    assert compares or most[0] <= (3 if search is None else 6)
+    assert max(sizes) == (11 if compares else 3) and alive == [0]
+    assert compares or peak[0] <= (3 if search is None else 6)
     for row in table:
         seeds = [sample_seed("sample", row["prompt"], row["seed"], i) for i in range(11)]
         condition, sigmas = policy.encode([row["prompt"]] * 11), policy.sigmas(2)
@@ -244,28 +244,40 @@ def test_of_many_draws_one_batch_and_the_best_are_in_memory(search, compares, tm
         best = int(scores.argmax())
         assert row["brightness"] == pytest.approx(float(scores[best]), abs=1e-6)
         expected = decode(latents[best : best + 1])[0].mul(255).round().byte().permute(1, 2, 0).numpy()
-        found = pixels(tmp_path / "out" / row["image"]).astype(int)
-        assert np.abs(found - expected).max() <= 1
+        image = pixels(tmp_path / "out" / row["image"]).astype(int)
+        assert np.abs(image - expected).max() <= 1
 
 
 ZERO_ORDER = ("--search", "zero_order", "--search-option", "rounds=2", "--search-option", "radius=0.8")
 PATHS = ("--search", "paths", "--best-of", 2, "--search-option", "branches=3", "--search-option", "start=2")
 
 
+def test_scores_are_those_of_the_files(folder, tmp_path):
+    runner = CliRunner()
+    drawing = ["sample", "a cat", "--model", str(folder), "--steps", "2", "--best-of", "2", "-r", "sharpness"]
+    assert runner.invoke(app, [*drawing, "-o", str(tmp_path / "out")]).exit_code == 0
+    rows = [json.loads(line) for line in (tmp_path / "out" / job.TABLE).read_text().splitlines()]
+    images = [Image.open(tmp_path / "out" / row["image"]) for row in rows]
+    expected = load_reward("sharpness").score(images, ["a cat"] * 4).value
+    torch.testing.assert_close(torch.tensor([row["sharpness"] for row in rows]), expected, rtol=1e-6, atol=0)
+    blank = runner.invoke(app, [*drawing, " ", "-o", str(tmp_path / "no")])
+    assert blank.exit_code == 2 and "A prompt is blank" in blank.output
+
+
 def test_a_search_on_the_packaged_model_tells_its_cost(tmp_path):
     """The first pivot is the draw of no search, and it stays where nothing is better."""
     common = ("a red circle", "two blue squares", "--steps", 4, "--seeds", "0,1", "-r", "saturation")
     costs = {"one": ((), 4), "zero": (ZERO_ORDER, 3 * 4), "paths": (PATHS, 2 * (2 + 3 * 3))}
-    found = {}
+    values = {}
     for name, (more, cost) in costs.items():
-        done = run(*common, *more, "-o", tmp_path / name)
-        assert done.exit_code == 0, done.output
-        assert f"Denoising took {4 * cost} forward-equivalents" in " ".join(done.output.split())
+        result = run(*common, *more, "-o", tmp_path / name)
+        assert result.exit_code == 0, result.output
+        assert f"Denoising took {4 * cost} forward-equivalents" in " ".join(result.output.split())
         assert [row["forward_equivalents"] for row in rows(tmp_path / name)] == [cost] * 4
-        found[name] = [row["saturation"] for row in rows(tmp_path / name)]
-    better = [zero >= one for zero, one in zip(found["zero"], found["one"], strict=True)]
-    assert all(better) and sum(found["zero"]) > sum(found["one"]) + 0.01
-    assert sum(found["paths"]) > sum(found["one"]) + 0.01
+        values[name] = [row["saturation"] for row in rows(tmp_path / name)]
+    better = [zero >= one for zero, one in zip(values["zero"], values["one"], strict=True)]
+    assert all(better) and sum(values["zero"]) > sum(values["one"]) + 0.01
+    assert sum(values["paths"]) > sum(values["one"]) + 0.01
 
 
 def test_adapters_of_a_run_are_used(folder, tmp_path):
@@ -299,21 +311,21 @@ def test_a_video_is_written_whole_beside_its_middle_frame(tmp_path, monkeypatch)
     seeds = [sample_seed("sample", "a ball rolls", seed, 0) for seed in (0, 1)]
     sigmas, condition = policy.sigmas(2), policy.encode(["a ball rolls"] * 2)
     with torch.no_grad():
-        made = policy.decode_frames(rollout(policy, condition, sigmas=sigmas, seeds=seeds).latents)
-    for row, clip, value in zip(table, made, frames.score(made, ["", ""]).value.tolist(), strict=True):
-        with Image.open(tmp_path / "out" / row["clip"]) as found:
-            pages = [np.asarray(page.convert("RGB")).astype(int) for page in ImageSequence.Iterator(found)]
-            assert found.info["duration"] == 62, "16 frames a second"  # whole milliseconds
+        videos = policy.decode_frames(rollout(policy, condition, sigmas=sigmas, seeds=seeds).latents)
+    for row, clip, value in zip(table, videos, frames.score(videos, ["", ""]).value.tolist(), strict=True):
+        with Image.open(tmp_path / "out" / row["clip"]) as animation:
+            pages = [np.asarray(page.convert("RGB")).astype(int) for page in ImageSequence.Iterator(animation)]
+            assert animation.info["duration"] == 62, "16 frames a second"  # whole milliseconds
         levels = clip.mul(255).round().byte().permute(0, 2, 3, 1).numpy()
         assert len(pages) == 9 and np.abs(np.stack(pages) - levels).max() <= 1
         assert np.array_equal(pages[4], pixels(tmp_path / "out" / row["image"]))
         assert not np.array_equal(pages[4], pages[3])
         assert row["all"] == pytest.approx(value, abs=1e-4) != row["saturation"]
-    shown = re.findall(r'<img src="([^"]*)"[^>]* width="32" height="16"', (tmp_path / "out/index.html").read_text())
-    assert shown == ["0000_0.webp", "0000_1.webp"]
+    sources = re.findall(r'<img src="([^"]*)"[^>]* width="32" height="16"', (tmp_path / "out/index.html").read_text())
+    assert sources == ["0000_0.webp", "0000_1.webp"]
     for clips, ending in ((False, "png"), (True, "webp")):
-        found = find_images([tmp_path / "out"], clips=clips)
-        assert [path.name for path in found] == [f"0000_{seed}.{ending}" for seed in (0, 1)]
+        paths = find_images([tmp_path / "out"], clips=clips)
+        assert [path.name for path in paths] == [f"0000_{seed}.{ending}" for seed in (0, 1)]
     [again, _] = image_rows([tmp_path / "out" / "images.jsonl"], names={"image": "clip"})
     assert Path(again.image) == tmp_path / "out" / "0000_0.webp"
 
@@ -336,8 +348,8 @@ def test_a_video_is_written_whole_beside_its_middle_frame(tmp_path, monkeypatch)
     ],
 )
 def test_refusals(folder, tmp_path, arguments, message):
-    given = arguments if "-m" in arguments else ("-m", folder, *arguments)
-    result = run("a red circle", *given, "-o", tmp_path / "out")
+    options = arguments if "-m" in arguments else ("-m", folder, *arguments)
+    result = run("a red circle", *options, "-o", tmp_path / "out")
     assert result.exit_code != 0 and message in " ".join(result.output.split())
     assert not (tmp_path / "out").exists()
 
@@ -373,7 +385,7 @@ def test_the_slider_goes_from_the_model_to_its_lora(tmp_path, capfd):
         gc.collect()  # while warnings of what Gradio leaves open are ignored
     for lora, image in (([], drawn[0]), ([tmp_path], drawn[1])):
         output = tmp_path / f"own{len(lora)}"
-        given = SampleSettings(model=str(folder), lora=lora, steps=2, seeds=[3])
-        sample_images([{"prompt": "a red circle"}], given, output)
+        own_settings = SampleSettings(model=str(folder), lora=lora, steps=2, seeds=[3])
+        sample_images([{"prompt": "a red circle"}], own_settings, output)
         assert np.array_equal(pixels(output / "0000_3.png"), image)
     assert np.array_equal(drawn[1], drawn[2]) and not np.array_equal(drawn[0], drawn[1])

@@ -53,20 +53,20 @@ def scored(*arguments: str) -> tuple[int, list[dict[str, Any]]]:
 def test_an_animation_and_a_folder_of_frames_are_one_clip_each(clips: Path) -> None:
     code, rows = scored("clips", "-p", "x", "-rframes", "--option", "reward=light.py:light", "--option", "frames=3")
     assert code == 0
-    found = {Path(row["image"]).name: row["value"] for row in rows}
+    values = {Path(row["image"]).name: row["value"] for row in rows}
     middles = (LEVELS[1] + LEVELS[5] + LEVELS[9]) / 3 / 255
     moving = dict.fromkeys(("move.gif", "move.png", "move.webp", "roll"), pytest.approx(middles, abs=2e-3))
-    assert found == {**moving, "still.png": pytest.approx(LEVELS[5] / 255)}
+    assert values == {**moving, "still.png": pytest.approx(LEVELS[5] / 255)}
     assert {row["parts"]["frames"] for row in rows} == {1.0, 3.0}
-    [alone] = image_rows([Path("clips/roll")], clips=True)
-    assert (alone.image, alone.prompt) == ("clips/roll", "a circle rolls")
+    [row] = image_rows([Path("clips/roll")], clips=True)
+    assert (row.image, row.prompt) == ("clips/roll", "a circle rolls")
 
 
 def test_a_judge_of_images_names_what_judges_clips(clips: Path) -> None:
     code, rows = scored("clips/move.gif", "clips/still.png", "-r", "sharpness")
     assert code == 1 and [row["value"] is None for row in rows] == [True, False]
-    wanted = "'clips/move.gif' is a clip of 11 frames, and sharpness judges images. Let the reward 'frames'"
-    assert rows[0]["reason"].startswith(wanted)
+    message = "'clips/move.gif' is a clip of 11 frames, and sharpness judges images. Let the reward 'frames'"
+    assert rows[0]["reason"].startswith(message)
     code, rows = scored("clips/roll", "-r", "sharpness")
     assert code == 0 and len(rows) == len(LEVELS), "images of one folder, where nothing judges clips"
     both = ["-r", "frames", "-r", "saturation", "--option", "frames.reward=saturation"]
@@ -77,8 +77,8 @@ def test_a_judge_of_images_names_what_judges_clips(clips: Path) -> None:
 
 @pytest.mark.parametrize("command", ["rank", "compare"])
 def test_first_frames_are_not_compared_in_silence(clips: Path, command: str) -> None:
-    asked = [command, "clips/still.png", "clips/move.webp", "-p", "x", "-r", "sharpness"]
-    ran = CliRunner().invoke(app, asked)
+    arguments = [command, "clips/still.png", "clips/move.webp", "-p", "x", "-r", "sharpness"]
+    ran = CliRunner().invoke(app, arguments)
     assert ran.exit_code == 2 and "'clips/move.webp' is a clip of 11 frames, and images" in ran.stderr
 
 
@@ -103,25 +103,25 @@ def test_a_folder_is_a_clip_where_it_holds_numbered_frames_alone(clips: Path) ->
 
 
 def test_pixels_are_bounded_over_all_frames(clips: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = ["clips", "-p", "x", "-r", "frames", "--option", "reward=light.py:light"]
+    arguments = ["clips", "-p", "x", "-r", "frames", "--option", "reward=light.py:light"]
     monkeypatch.setenv("VISALIGN_MAX_PIXELS", str(64 * 8))
-    _, rows = scored(*asked)
+    _, rows = scored(*arguments)
     reasons = {Path(row["image"]).name: row["reason"] for row in rows}
     for name in ("move.gif", "move.png", "move.webp"):
-        wanted = f"clips/{name} has more than 512 pixels in its 11 frames and may be a decompression bomb"
-        assert reasons[name].startswith(wanted)
+        message = f"clips/{name} has more than 512 pixels in its 11 frames and may be a decompression bomb"
+        assert reasons[name].startswith(message)
     assert reasons["roll"] is None and reasons["still.png"] is None, "8 frames of 64 pixels each are read"
-    _, rows = scored(*asked, "--option", "frames=9")
+    _, rows = scored(*arguments, "--option", "frames=9")
     reasons = {Path(row["image"]).name: row["reason"] for row in rows}
     assert reasons["roll"].startswith("the 9 frames to be judged have more than 512 pixels together")
     monkeypatch.setenv("VISALIGN_MAX_PIXELS", str(64 * 11))
-    code, rows = scored(*asked)
+    code, rows = scored(*arguments)
     assert code == 0, "what is together too much is judged one after the other"
 
 
 def test_a_damaged_animation_costs_its_row_alone(clips: Path) -> None:
-    whole = (clips / "move.png").read_bytes()
-    (clips / "move.png").write_bytes(whole[: len(whole) // 2])
+    content = (clips / "move.png").read_bytes()
+    (clips / "move.png").write_bytes(content[: len(content) // 2])
     code, rows = scored("clips", "-p", "x", "-r", "frames", "--option", "reward=light.py:light")
     reasons = {Path(row["image"]).name: row["reason"] for row in rows}
     assert code == 1 and [name for name, reason in reasons.items() if reason] == ["move.png"], reasons
@@ -132,16 +132,16 @@ def test_another_frame_is_another_score(clips: Path) -> None:
     before = score_key(["clips/roll"], "p", None)
     grey(77, (9, 9)).save(clips / "roll/f_4.png")
     assert score_key(["clips/roll"], "p", None) != before
-    shown = load_shown_images(["clips/roll", "clips/still.png"])
-    assert shown["clips/roll"] is not None and shown["clips/roll"] == shown["clips/still.png"]
+    images = load_shown_images(["clips/roll", "clips/still.png"])
+    assert images["clips/roll"] is not None and images["clips/roll"] == images["clips/still.png"]
 
 
 def test_files_of_scores_take_clips_alike(clips: Path) -> None:
     judge = {"frames": load_reward("frames", reward="saturation")}
     asking = ScoringOptions(rewards=["frames"], needs_prompt=False, clips=True)
     [part] = find_parts([clips], clips=True)
-    there = score_rows(list(read_part(part, asking)), judge)
-    assert there == score_rows(image_rows([clips], needs_prompt=False, clips=True), judge) and len(there) == 5
+    part_rows = score_rows(list(read_part(part, asking)), judge)
+    assert part_rows == score_rows(image_rows([clips], needs_prompt=False, clips=True), judge) and len(part_rows) == 5
     content = (clips / "move.gif").read_bytes()
     [row] = image_rows([clips / "move.gif"], needs_prompt=False)
     [sent] = score_rows([replace(row, content=content)], judge)

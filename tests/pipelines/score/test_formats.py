@@ -56,8 +56,8 @@ def test_what_should_not_be_opened_in_a_folder_is_a_row_with_its_reason(images: 
     Path("device.png").symlink_to("/dev/zero")
     with socket.socket(socket.AF_UNIX) as line:
         line.bind("socket.png")
-        done = visalign("score", ".", "-r", "saturation", "-o", "x.json", "--page", "x.html")
-    assert done.exit_code == 1 and "4 of 7 scores failed" in done.output
+        result = visalign("score", ".", "-r", "saturation", "-o", "x.json", "--page", "x.html")
+    assert result.exit_code == 1 and "4 of 7 scores failed" in result.output
     rows = {Path(row["image"]).stem: row for row in json.loads(Path("x.json").read_text())}
     odd = [(name, "it is not a regular file") for name in ("device", "fifo", "socket")]
     for name, reason in [*odd, ("bomb", "pixels and may be a decompression bomb")]:
@@ -75,10 +75,10 @@ def test_what_should_not_be_opened_in_a_folder_is_a_row_with_its_reason(images: 
     ],
 )
 def test_a_reward_that_prints_leaves_the_json_whole(images: Path, command: tuple[str, ...]) -> None:
-    done = visalign(*command, "-p", "x", "-r", "loud.py:loud")
-    assert done.exit_code == 0, done.output
-    json.loads(done.stdout)
-    assert "judging" in done.stderr
+    result = visalign(*command, "-p", "x", "-r", "loud.py:loud")
+    assert result.exit_code == 0, result.output
+    json.loads(result.stdout)
+    assert "judging" in result.stderr
 
 
 def test_a_reward_that_looks_at_no_prompt_needs_none(images: Path) -> None:
@@ -91,9 +91,9 @@ def test_a_reward_that_looks_at_no_prompt_needs_none(images: Path) -> None:
 def test_agree_reads_scores_from_columns(images: Path) -> None:
     rows = "".join(f"{k},{k % 5},{(k * 7) % 5},p{k // 4}\n" for k in range(20))
     Path("s.csv").write_text("id,up,other,prompt\n" + rows)
-    done = visalign("agree", "s.csv", "-s", "up", "-s", "other", "--json")
-    assert done.exit_code == 0, done.output
-    (pair,) = json.loads(done.stdout)["pairs"]
+    result = visalign("agree", "s.csv", "-s", "up", "-s", "other", "--json")
+    assert result.exit_code == 0, result.output
+    (pair,) = json.loads(result.stdout)["pairs"]
     assert pair["images"] == 20 and pair["overall"]["estimate"] == pytest.approx(
         stats.spearmanr([k % 5 for k in range(20)], [(k * 7) % 5 for k in range(20)])[0]
     )
@@ -108,8 +108,8 @@ def test_agree_reads_scores_from_columns(images: Path) -> None:
 
 def test_a_data_frame_is_a_set_and_back() -> None:
     pairs = shapes_pairs(6)
-    found = from_dataframe(to_dataframe(pairs), name="shapes-pairs")
-    assert isinstance(found, PreferenceSet) and found.pairs == pairs.pairs
+    preferences = from_dataframe(to_dataframe(pairs), name="shapes-pairs")
+    assert isinstance(preferences, PreferenceSet) and preferences.pairs == pairs.pairs
     frame = pandas.DataFrame({"file": ["a.png", "b.png"], "score": [1.5, float("nan")], "mos": [1, 2]})
     rated = from_dataframe(frame, folder="there", columns=Columns(names={"image": "file"}))
     assert [r.image for r in rated.records] == ["there/a.png", "there/b.png"]  # type: ignore[union-attr]

@@ -90,8 +90,8 @@ def test_rows_are_those_of_the_local_engine_with_reasons_for_the_rest(data: Path
     local.pop(3)
     assert [(row.image, row.prompt) for row in rows] == [(row.image, row.prompt) for row in local]
     reward = {"saturation": load_reward("saturation")}
-    there, here = (score_rows(images, reward) for images in (rows, local))
-    assert [(row.image, row.value) for row in there] == [(row.image, row.value) for row in here]
+    by_parts, by_files = (score_rows(images, reward) for images in (rows, local))
+    assert [(row.image, row.value) for row in by_parts] == [(row.image, row.value) for row in by_files]
     assert score_rows(rows, reward)[2].reason == f"'{rows[2].image}' holds no image that can be read."
 
     one, two, three, four = read_part(tar, OPTIONS)
@@ -220,22 +220,22 @@ def test_a_killed_worker_loses_nothing_and_a_stopped_one_goes_on(data: Path, mon
     for name in names:
         rows = [{"image": image(20 * n), "prompt": f"wall {n}"} for n in range(8)]
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), name)
-    asked = ["-r", "mine.py:mine", "--engine", "ray", "--workers", "2", "--batch-size", "3", "-o", "out"]
-    command = [sys.executable, "-m", "visalign", "score", *names, *asked]
+    options = ["-r", "mine.py:mine", "--engine", "ray", "--workers", "2", "--batch-size", "3", "-o", "out"]
+    command = [sys.executable, "-m", "visalign", "score", *names, *options]
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and "3 of 24 scores failed" in done.stderr, done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 1 and "3 of 24 scores failed" in process.stderr, process.stderr
     assert Path("killed").exists()
     reward = {"mine.py:mine": load_reward("mine.py:mine")}
     for name in names:
         table = pyarrow.parquet.read_table(f"out/{name}").to_pylist()
-        found = [(row["image"], row.get("value"), row["prompt"]) for row in table]
+        scores = [(row["image"], row.get("value"), row["prompt"]) for row in table]
         local = score_rows(image_rows([data / name]), reward, batch_size=3)
-        assert found == [(row.image, row.value, row.prompt) for row in local]
+        assert scores == [(row.image, row.value, row.prompt) for row in local]
     before = {name: Path("out", name).stat().st_mtime_ns for name in names}
     Path("out/1.parquet").unlink()
-    done = subprocess.run([*command, "--resume"], capture_output=True, text=True, check=False)
-    assert "(1 files now, 2 before)" in done.stderr, done.stderr
+    process = subprocess.run([*command, "--resume"], capture_output=True, text=True, check=False)
+    assert "(1 files now, 2 before)" in process.stderr, process.stderr
     assert [before[n] == Path("out", n).stat().st_mtime_ns for n in names] == [True, False, True]
     values = [pyarrow.parquet.read_table(f"out/{name}")["value"].to_pylist() for name in names]
     assert values[0] == values[1] == values[2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,10 @@ def summary(table: list[ImageRow], **rewards: Any) -> dict[str, Any]:
 
 
 def test_the_numbers_by_hand(table: list[ImageRow]) -> None:
-    found = summary(table, up=Brightness(std=0.25), down=Brightness(higher_is_better=False))
-    json.dumps(found, allow_nan=False)
-    up, down = found["rewards"]
-    assert found["images"] == 9 and found["prompts"] == 1 and up["judged"] == 6 and up["failed"] == 3
+    numbers = summary(table, up=Brightness(std=0.25), down=Brightness(higher_is_better=False))
+    json.dumps(numbers, allow_nan=False)
+    up, down = numbers["rewards"]
+    assert numbers["images"] == 9 and numbers["prompts"] == 1 and up["judged"] == 6 and up["failed"] == 3
     assert up["mean"] == pytest.approx(0.5) and up["mean_std"] == pytest.approx(0.25)
     assert up["spread"] == pytest.approx(np.std([0, 0.2, 0.4, 0.6, 0.8, 1])) and down["mean_std"] is None
     assert up["quantiles"]["50"] == pytest.approx(0.5) and up["quantiles"]["100"] == pytest.approx(1)
@@ -73,9 +74,9 @@ def test_a_far_outlier_costs_no_memory_and_equal_values_one_bin() -> None:
 
 
 def test_the_page_says_what_is_odd(table: list[ImageRow], tmp_path: Path) -> None:
-    found = summary(table, up=Brightness())
+    numbers = summary(table, up=Brightness())
     os.remove(table[5].image)
-    page = write_score_page(tmp_path / "s.html", found).read_text()
+    page = write_score_page(tmp_path / "s.html", numbers).read_text()
     assert "up could not score 3 of 9 images" in page and "not readable" in page
     assert page.count('src="data:image/png') == 5 and "Histogram of 6 scores from 0 to 1" in page
     flat = summary(table[:1] * 3, up=Brightness())
@@ -93,12 +94,12 @@ def test_the_command_writes_the_page_beside_its_output(table: list[ImageRow], tm
     folder = str(Path(table[0].image).parent)
     base = ["score", folder, "-p", "a wall", "-r", "brightness"]
     csv, page = tmp_path / "s.csv", tmp_path / "s.html"
-    done = CliRunner().invoke(app, [*base, "-f", "csv", "-o", str(csv), "--page", str(page)])
-    assert done.exit_code == 1 and "2 of 8 scores failed" in done.output, done.output
+    result = CliRunner().invoke(app, [*base, "-f", "csv", "-o", str(csv), "--page", str(page)])
+    assert result.exit_code == 1 and "2 of 8 scores failed" in result.output, result.output
     assert csv.read_text().count("\n") == 9 and "Prompt: a wall" in page.read_text()
     assert not list(tmp_path.glob("*.part"))
-    shown = CliRunner().invoke(app, base)
-    assert "! bad1.png: " in shown.output and "│ 0.png " in shown.output
+    printed = CliRunner().invoke(app, base)
+    assert "! bad1.png: " in printed.output and "│ 0.png " in printed.output
     for arguments, message in (
         (["--page", str(page)], "exists, and nothing is overwritten"),
         (["-o", str(csv)], "s.csv' exists, and nothing is overwritten"),
@@ -125,16 +126,33 @@ def test_a_packaged_judge_says_where_it_does_not_belong(command, image, tmp_path
         options += ["--format", "jsonl"]
     else:
         options = ["-r", "clip_score", "--option", "model=shapes-clip", "--output", str(tmp_path / "p.html")]
-    found = CliRunner().invoke(app, [command, *images, "-p", "a cat on a mat", *options])
-    assert found.exit_code == 0, found.output
+    result = CliRunner().invoke(app, [command, *images, "-p", "a cat on a mat", *options])
+    assert result.exit_code == 0, result.output
     identity = reward_identity(load_reward("clip_score", model="shapes-clip"))
     caution = "was trained on: 1 of 1 prompts, such as 'a cat on a mat'. These numbers mean nothing."
     page = (tmp_path / "p.html").read_text()
-    assert identity.line in found.stderr and caution in found.stderr and "(packaged: " in found.stderr
+    assert identity.line in result.stderr and caution in result.stderr and "(packaged: " in result.stderr
     assert "Not of the world of shapes" in page
     assert identity.digest[:12] in page
     if command == "score":
-        assert json.loads(found.stdout)["judge"] == identity.line
+        assert json.loads(result.stdout)["judge"] == identity.line
+
+
+def test_a_reward_without_an_identity_is_known_by_its_options(tmp_path):
+    code = """
+    from visalign.interfaces import Scores
+    class Channel:
+        name, unit, range, higher_is_better = "channel", "level", (0.0, 1.0), True
+        def __init__(self, channel=0, device="cpu"):
+            self.channel = channel
+        def score(self, images, prompts, metadata=None):
+            return Scores(value=images[:, self.channel].mean((1, 2)))
+    """
+    (tmp_path / "my.py").write_text(textwrap.dedent(code))
+    options = ({"channel": 0}, {"channel": 0, "device": "cpu"}, {"channel": 2})
+    rewards = [load_reward(f"{tmp_path}/my.py:Channel", **chosen) for chosen in options]
+    first, again, other = (reward_identity(reward).digest for reward in rewards)
+    assert first == again != other
 
 
 def test_it_keeps_quiet_at_home_and_of_other_models(tmp_path):

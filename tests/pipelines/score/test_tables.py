@@ -97,9 +97,9 @@ def write(name: str, *rows: dict[str, Any]) -> str:
 @pytest.mark.parametrize("name", ["t.csv", "t.jsonl", "t.parquet"])
 def test_tables_bring_their_prompts(light: Light, name: str) -> None:
     write(name, *({"image": f"images/{k}.png", "prompt": k} for k in ("2", "deep/er/5")))
-    done = visalign(name, "-r", "light", "-f", "json")
-    assert done.exit_code == 0, done.output
-    rows = json.loads(done.stdout)
+    result = visalign(name, "-r", "light", "-f", "json")
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)
     assert [row["prompt"] for row in rows] == ["2", "deep/er/5"] == light.asked
     assert [row["value"] for row in rows] == pytest.approx([0.4, 1.0])
     assert rows[0]["parts"] == {"half": pytest.approx(0.2)}
@@ -127,8 +127,8 @@ def test_folders_and_results_of_geneval_bring_prompts_and_records(light: Light) 
     folder = Path("out/00000/samples")
     folder.mkdir(parents=True)
     (folder.parent / "metadata.jsonl").write_text(json.dumps(record))
-    for place in ("samples/00000.png", "samples/00001.png", "grid.png"):
-        shutil.copy("images/2.png", folder.parent / place)
+    for name in ("samples/00000.png", "samples/00001.png", "grid.png"):
+        shutil.copy("images/2.png", folder.parent / name)
     rows = image_rows([Path("out")])
     assert [(row.image, row.prompt, row.metadata) for row in rows] == [
         (f"out/00000/samples/0000{k}.png", "a red cup", record) for k in (0, 1)
@@ -147,9 +147,9 @@ def test_folders_are_read_to_the_bottom_and_prompts_may_lie_beside(light: Light)
     Path("images/.hidden").mkdir()
     Image.new("RGB", (4, 4)).save("images/.hidden/x.png")
     Path("images/notes.md").write_text("not an image")
-    found = [path.as_posix() for path in find_images([Path("images")])]
-    assert found == [*(f"images/{k}.png" for k in (0, 2, 4)), *(f"images/deep/er/{k}.png" for k in (1, 3, 5))]
-    for path in found:
+    paths = [path.as_posix() for path in find_images([Path("images")])]
+    assert paths == [*(f"images/{k}.png" for k in (0, 2, 4)), *(f"images/deep/er/{k}.png" for k in (1, 3, 5))]
+    for path in paths:
         Path(path).with_suffix(".txt").write_text(f"prompt of {Path(path).stem}\n")
     assert [row.prompt for row in image_rows([Path("images")])][:2] == ["prompt of 0", "prompt of 2"]
     assert {row.prompt for row in image_rows([Path("images")], "mine")} == {"mine"}
@@ -179,19 +179,19 @@ def test_the_mark_of_an_editor_is_no_part_of_a_caption(light: Light) -> None:
 
 
 def test_a_name_that_is_no_text_is_refused_before_anything_is_judged(light: Light) -> None:
-    place = os.fsdecode(b"images/caf\xe9.png")
+    path = os.fsdecode(b"images/caf\xe9.png")
     try:
-        shutil.copy("images/0.png", place)
+        shutil.copy("images/0.png", path)
     except OSError:
         pytest.skip("this file system takes UTF-8 names alone")
     for command in (
         ("score", "images", "-p", "x", "-r", "light", "-o", "out.jsonl"),
         ("rank", "images", "-p", "x", "-r", "light", "-o", "out.html"),
-        ("compare", place, "images/0.png", "-p", "x", "-r", "light", "-o", "out.html"),
+        ("compare", path, "images/0.png", "-p", "x", "-r", "light", "-o", "out.html"),
     ):
-        told = CliRunner().invoke(app, list(command))
-        assert told.exit_code == 2, told.output
-        assert r"b'images/caf\xe9.png' is not UTF-8. Rename it." in told.output
+        result = CliRunner().invoke(app, list(command))
+        assert result.exit_code == 2, result.output
+        assert r"b'images/caf\xe9.png' is not UTF-8. Rename it." in result.output
     assert not light.asked
 
 
@@ -206,12 +206,12 @@ def test_ctrl_c_loses_nothing_and_resume_asks_for_the_rest_alone(light: Light) -
     with Path("out.jsonl.part").open("a") as file:
         file.write('{"key": "cut of')
     light.stop_after, light.asked = None, []
-    done = visalign(*base, "--resume")
-    assert done.exit_code == 0, done.output
+    result = visalign(*base, "--resume")
+    assert result.exit_code == 0, result.output
     assert len(light.asked) == 2 and not Path("out.jsonl.part").exists()
     assert [row["value"] for row in read_part("out.jsonl")] == pytest.approx([0.0, 0.4, 0.8, 0.2, 0.6, 1.0])
-    whole = visalign("images", "-p", "x", "-r", "light", "-f", "jsonl")
-    assert whole.stdout.splitlines() == Path("out.jsonl").read_text().splitlines(), "equal to a run without a stop"
+    uncut = visalign("images", "-p", "x", "-r", "light", "-f", "jsonl")
+    assert uncut.stdout.splitlines() == Path("out.jsonl").read_text().splitlines(), "equal to a run without a stop"
 
 
 def test_a_working_file_that_is_none_of_ours(light: Light, tmp_path: Path) -> None:
@@ -252,8 +252,8 @@ def test_failed_rows_are_tried_again(light: Light, tmp_path: Path) -> None:
 )
 def test_bad_tables_are_refused_by_message(light: Light, name: str, text: str, message: str) -> None:
     Path(name).write_text(text)
-    done = visalign(name, "-r", "light")
-    assert done.exit_code == 2 and message in " ".join(done.output.split())
+    result = visalign(name, "-r", "light")
+    assert result.exit_code == 2 and message in " ".join(result.output.split())
 
 
 def test_bad_options_are_refused_by_message(light: Light) -> None:
@@ -262,9 +262,9 @@ def test_bad_options_are_refused_by_message(light: Light) -> None:
     with pytest.raises(UserError, match=r"--option is 'quality'; write NAME=VALUE"):
         reward_options(["jpeg_size.quality"], ["jpeg_size"])
     assert reward_options(["quality=9"], ["jpeg_size"]) == {"jpeg_size": {"quality": 9}}
-    found = reward_options(["a.py:X.y=[1, 2]"], ["a.py:X", "a"])
-    assert found == {"a.py:X": {"y": [1, 2]}, "a": {}}
-    done = visalign("images", "-p", "x", "-r", "light", "--resume")
-    assert done.exit_code == 2 and "Add --output FILE." in done.output
-    done = visalign("images", "-r", "light")
-    assert done.exit_code == 2 and "Put one into '0.txt' next to the image" in " ".join(done.output.split())
+    options = reward_options(["a.py:X.y=[1, 2]"], ["a.py:X", "a"])
+    assert options == {"a.py:X": {"y": [1, 2]}, "a": {}}
+    result = visalign("images", "-p", "x", "-r", "light", "--resume")
+    assert result.exit_code == 2 and "Add --output FILE." in result.output
+    result = visalign("images", "-r", "light")
+    assert result.exit_code == 2 and "Put one into '0.txt' next to the image" in " ".join(result.output.split())

@@ -35,12 +35,12 @@ def command(*arguments: Any) -> tuple[int, str]:
 
 def test_texts_are_scored_with_their_records_and_shown_on_the_page(answers, tmp_path):
     out = tmp_path / "scores.json"
-    code, said = command("score", answers, "-r", "task_answer", "-o", out, "--page", tmp_path / "p.html")
-    assert code == 0, said
+    code, output = command("score", answers, "-r", "task_answer", "-o", out, "--page", tmp_path / "p.html")
+    assert code == 0, output
     assert [row["value"] for row in json.loads(out.read_text())] == [1, 0] * 6
     assert "data:image/svg+xml;base64," in (tmp_path / "p.html").read_text()
-    code, said = command("agree", answers, "-r", "task_answer", "--scores", "reward", "--output", tmp_path / "agree")
-    assert code == 0 and "+1.00" in said, said
+    code, output = command("agree", answers, "-r", "task_answer", "--scores", "reward", "--output", tmp_path / "agree")
+    assert code == 0 and "+1.00" in output, output
 
 
 @pytest.mark.parametrize("form", ["point", "pair"])
@@ -60,16 +60,16 @@ def test_a_judge_of_texts_ranks_evaluates_and_votes(answers, tmp_path, monkeypat
         rows = [{"prompt": "What is 1 + 2?", "completion": str(number)} for number in (50, 3, 40)]
         one.write_text("\n".join(map(json.dumps, rows)))
         ranked = tmp_path / "rank.json"
-        code, said = command("rank", one, *judge, "-o", ranked)
-        assert code == 0 and json.loads(ranked.read_text())["images"][0]["image"] == "text://3", said
-        code, said = command("rank", answers, *judge)
-        assert code == 2 and "The tables hold 6 prompts" in said
+        code, output = command("rank", one, *judge, "-o", ranked)
+        assert code == 0 and json.loads(ranked.read_text())["images"][0]["image"] == "text://3", output
+        code, output = command("rank", answers, *judge)
+        assert code == 2 and "The tables hold 6 prompts" in output
         votes, exported = tmp_path / "v.sqlite", tmp_path / "pairs.jsonl"
-        code, said = command("collect", votes, answers, "--judge", "text_judge", "--option", f"form={form}")
-        assert code == 0 and "text_judge voted on 6 pairs" in said, said
+        code, output = command("collect", votes, answers, "--judge", "text_judge", "--option", f"form={form}")
+        assert code == 0 and "text_judge voted on 6 pairs" in output, output
         assert command("collect", votes, "--export", exported, "--report", tmp_path / "v.html")[0] == 0
-        code, said = command("evaluate", exported, *judge)
-        assert code == 0 and re.search(r"micro.*100\.0\s%", said, re.DOTALL), said
+        code, output = command("evaluate", exported, *judge)
+        assert code == 0 and re.search(r"micro.*100\.0\s%", output, re.DOTALL), output
     pairs = load_pairs(exported).records
     assert len(pairs) == 6 and all(pair["rejected"] == r"\boxed{81}" and pair["share"] == 1 for pair in pairs)
     assert all(pair["ballots"] == [["text_judge", 1.0]] and pair["prob"] > 0.9 for pair in pairs)
@@ -79,13 +79,13 @@ def test_a_judge_of_texts_ranks_evaluates_and_votes(answers, tmp_path, monkeypat
     ("reward", "reason"), [("jpeg_size", "is a text, and images are judged"), ("spct", "its record has no 'rewards'")]
 )
 def test_a_reward_that_does_not_fit_fails_row_by_row(answers, reward, reason):
-    code, said = command("score", answers, "-r", reward)
-    assert code == 1 and reason in " ".join(said.split()) and "12 of 12 scores failed" in said
+    code, output = command("score", answers, "-r", reward)
+    assert code == 1 and reason in " ".join(output.split()) and "12 of 12 scores failed" in output
 
 
 def test_a_reward_of_texts_refuses_images(tmp_path):
     from PIL import Image
 
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
-    code, said = command("score", tmp_path / "a.png", "-r", "repetition", "-p", "a cat")
-    assert code == 2 and "repetition judges texts, not images" in " ".join(said.split()), said
+    code, output = command("score", tmp_path / "a.png", "-r", "repetition", "-p", "a cat")
+    assert code == 2 and "repetition judges texts, not images" in " ".join(output.split()), output

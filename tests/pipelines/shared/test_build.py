@@ -76,7 +76,7 @@ def test_trackers_are_closed_after_an_interruption(tmp_path: Path) -> None:
 
 
 class _Doubtful:
-    """Says 2 with σ = 0.5 of the first image, 4 with σ = 2 of the second."""
+    """Gives the first image 2 with σ = 0.5, the second 4 with σ = 2."""
 
     name, unit, range, higher_is_better = "doubtful", "level", (0.0, 5.0), True
 
@@ -101,8 +101,8 @@ OVERLAP = math.sqrt(2 / 4.25) * math.exp(-4 / (4 * 4.25))
 def test_a_term_uses_its_judges_standard_deviation(term: dict[str, Any], expected: list[float]):
     config = RewardsConfig(terms={"a": RewardTerm(**term)})
     total = weighted_sum(config, {"a": _Doubtful()}, WeightedSum)
-    found = total.score(torch.zeros(2, 3, 8, 8), ["x", "y"])
-    assert found.value.tolist() == pytest.approx(expected)
+    scores = total.score(torch.zeros(2, 3, 8, 8), ["x", "y"])
+    assert scores.value.tolist() == pytest.approx(expected)
 
 
 def test_advantages_of_images_are_not_weighed():

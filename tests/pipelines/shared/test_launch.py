@@ -26,7 +26,7 @@ LAUNCH = Path(__file__).resolve().parents[3] / "docs" / "launch"
 
 
 def _said(folder: Path, script: str, *arguments: str) -> list[str]:
-    """What torchrun would be given by a script, on a machine where `srun` runs what follows it."""
+    """The arguments that a script gives torchrun, where `srun` runs what follows it."""
     stand_ins = {"torchrun": 'printf "%s\\n" "$@"', "srun": 'shift; "$@"', "scontrol": "printf 'one\\ntwo\\n'"}
     for name, body in stand_ins.items():
         path = folder / name
@@ -35,13 +35,13 @@ def _said(folder: Path, script: str, *arguments: str) -> list[str]:
     cluster = {"SLURM_JOB_NODELIST": "one,two", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7"}
     environment = {**os.environ, **cluster, "PATH": f"{folder}:{os.environ['PATH']}"}
     command = ["bash", str(LAUNCH / script), *arguments]
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=True)
-    return done.stdout.splitlines()
+    process = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=True)
+    return process.stdout.splitlines()
 
 
 def test_the_scripts_start_what_they_are_given(tmp_path: Path) -> None:
-    given = ["text_grpo", "seed=1", "--output", "a run"]
-    assert _said(tmp_path, "torchrun.sh", "2", *given) == shlex.split(
+    arguments = ["text_grpo", "seed=1", "--output", "a run"]
+    assert _said(tmp_path, "torchrun.sh", "2", *arguments) == shlex.split(
         "--standalone --nproc_per_node 2 -m visalign train text_grpo seed=1 --output 'a run'"
     )
     begun = shlex.split(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where models and rewards compute is said on a line of the error stream."""
+"""A line of the error stream names the devices of models and rewards."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def test_device_and_dtype_are_those_of_the_largest_weight_or_as_chosen(capsys) -
     capsys.readouterr()  # bars of loading
     options = ["clip_score.precision=bf16", "rubric.base_url=http://127.0.0.1:9", "rubric.model=m"]
     load_each(["clip_score", "jpeg_size", "rubric"], options, load_reward, "cpu")
-    captured, places = capsys.readouterr(), "clip_score on cpu in bfloat16; jpeg_size on cpu; rubric on a server"
-    assert captured.err == f"Computing: {places}.\n" and not captured.out
+    captured, devices = capsys.readouterr(), "clip_score on cpu in bfloat16; jpeg_size on cpu; rubric on a server"
+    assert captured.err == f"Computing: {devices}.\n" and not captured.out
 
 
 def test_a_reward_without_weights_that_takes_images_on_a_gpu_follows_them(monkeypatch) -> None:

@@ -53,14 +53,14 @@ def runs(tmp_path_factory) -> Path:
     """A folder with `tuned`, a run learned by heart, and `idle`, untrained."""
     inputs = text_inputs(tmp_path_factory.mktemp("inputs"))
     (inputs / "starts.py").write_text(JUDGE)
-    given = [
+    overrides = [
         f"model.path={inputs}/model",
         f"data={{train: '{inputs}/demonstrations.jsonl', heldout: '{inputs}/prompts.jsonl', batch: 8}}",
         "optimizer={lr: 1e-2, updates_per_iteration: 8, ema_decay: 0.0}",
         *("evaluation={seeds: [0], every: 0, correctness: starts}", "generation={max_new_tokens: 3}"),
         f"evaluation.rewards={{starts: {{name: '{inputs}/starts.py:Starts'}}}}",
     ]
-    config = load_config(TextSFTConfig, None, [*given, "run={iterations: 4, device: cpu}"])
+    config = load_config(TextSFTConfig, None, [*overrides, "run={iterations: 4, device: cpu}"])
     sft(config, inputs / "tuned")
     write_beginning(inputs / "idle", config, {})
     shutil.copytree(inputs / "model", inputs / "idle" / "model")
@@ -68,24 +68,24 @@ def runs(tmp_path_factory) -> Path:
 
 
 def _said(*arguments: object, code: int = 0) -> str:
-    done = CliRunner().invoke(app, ["diagnose", *map(str, arguments)])
-    assert done.exit_code == code, done.output
-    return done.stdout if code == 0 else " ".join(done.output.split())
+    result = CliRunner().invoke(app, ["diagnose", *map(str, arguments)])
+    assert result.exit_code == code, result.output
+    return result.stdout if code == 0 else " ".join(result.output.split())
 
 
 def test_a_run_that_learned_its_prompts_solves_what_its_base_does_not(runs):
-    found = json.loads(_said(runs / "tuned", "--samples", 4, "--json"))
-    assert (found["prompts"], found["samples"], found["correctness"]) == (8, 4, "starts")
-    support = found["support"]
+    diagnosis = json.loads(_said(runs / "tuned", "--samples", 4, "--json"))
+    assert (diagnosis["prompts"], diagnosis["samples"], diagnosis["correctness"]) == (8, 4, "starts")
+    support = diagnosis["support"]
     assert [point["k"] for point in support["pass_at_k"]] == [1, 2, 4]
     first = support["pass_at_k"][0]
     assert first["base"]["estimate"] < 0.3 and first["tuned"]["estimate"] > 0.9
     assert support["preserved"] + support["expanded"] == 8 and support["expanded"] > 3
     assert len(support["solved_only_by"]["tuned"]) == support["expanded"]
     assert set(support["solved_only_by"]["tuned"]) <= {question["prompt"] for question in QUESTIONS}
-    assert found["clip"] is None  # supervised
+    assert diagnosis["clip"] is None  # supervised
     assert support["crossing"] == {"k": None, "shown": False}
-    best = found["best_of_n"]
+    best = diagnosis["best_of_n"]
     rewards = [point["reward"]["estimate"] for point in best["base"]]
     assert rewards == sorted(rewards) and rewards[0] == pytest.approx(first["base"]["estimate"])
     assert rewards[-1] == pytest.approx(support["pass_at_k"][-1]["base"]["estimate"])  # rewards of 0 and 1
@@ -95,17 +95,17 @@ def test_a_run_that_learned_its_prompts_solves_what_its_base_does_not(runs):
 
 
 def test_a_second_run_is_compared_with_the_first(runs):
-    found = json.loads(_said(runs / "tuned", runs / "idle", "--samples", 4, "--json"))
-    assert found["base"].endswith("tuned") and found["tuned"].endswith("idle")
-    assert found["support"]["expanded"] == 0 < found["support"]["shrunk"]
-    assert found["best_of_n"]["equal_n"] == 1 and not found["best_of_n"]["cheaper_than_bound"]
+    diagnosis = json.loads(_said(runs / "tuned", runs / "idle", "--samples", 4, "--json"))
+    assert diagnosis["base"].endswith("tuned") and diagnosis["tuned"].endswith("idle")
+    assert diagnosis["support"]["expanded"] == 0 < diagnosis["support"]["shrunk"]
+    assert diagnosis["best_of_n"]["equal_n"] == 1 and not diagnosis["best_of_n"]["cheaper_than_bound"]
 
 
 def test_rewards_of_the_same_completions_are_compared_within_prompts(runs):
     (runs / "opposite.py").write_text(OPPOSITE)
     names = [f"{runs}/opposite.py:{name}" for name in ("scaled", "opposite", "flat")]
-    asked = [item for name in names for item in ("-r", name)]
-    pairs = json.loads(_said(runs / "tuned", "--samples", 4, *asked, "--json"))["rewards"]
+    options = [item for name in names for item in ("-r", name)]
+    pairs = json.loads(_said(runs / "tuned", "--samples", 4, *options, "--json"))["rewards"]
     assert [pair["first"] for pair in pairs[:3]] == ["starts"] * 3 and len(pairs) == 6
     assert [pair["estimate"] for pair in pairs] == pytest.approx([0, 2, 1, 2, 1, 1], abs=1e-6)
     assert 3 < pairs[0]["prompts"] <= 8
@@ -113,7 +113,7 @@ def test_rewards_of_the_same_completions_are_compared_within_prompts(runs):
 
 def test_greedy_answers_change_with_the_noise_near_ties(runs):
     options = [("--samples", 2, "--json", "--margin", size, "--noise", max(size, 1e-3)) for size in (0, 50)]
-    few, many = (json.loads(_said(runs / "tuned", *given))["greedy"]["policies"] for given in options)
+    few, many = (json.loads(_said(runs / "tuned", *arguments))["greedy"]["policies"] for arguments in options)
     for own in few.values():
         assert own["near_tie"]["estimate"] == own["changed"]["estimate"] == 0
         assert own["reward_change"]["estimate"] == own["reward_change_abs"]["estimate"] == 0
@@ -130,9 +130,9 @@ def test_what_the_clip_took_is_read_from_the_metrics(runs):
     clip = json.loads(_said(runs / "tuned", runs / "idle", "--samples", 4, "--json"))["clip"]
     assert [clip[name] for name in ("low", "high", "net", "iterations")] == [0.125, 0.25, 0.125, 1]
     assert clip["advantage_at_stake"]["estimate"] < 1
-    said = " ".join(_said(runs / "tuned", runs / "idle", "--samples", 2).split())
+    output = " ".join(_said(runs / "tuned", runs / "idle", "--samples", 2).split())
     metrics.unlink()
-    assert "the clip took 12.500% with A < 0, 25.000% with A > 0 (net +12.500%)" in said
+    assert "the clip took 12.500% with A < 0, 25.000% with A > 0 (net +12.500%)" in output
 
 
 def test_what_is_no_run_of_a_text_policy_is_refused(runs, tmp_path):
@@ -147,9 +147,9 @@ def test_without_a_verdict_the_reward_is_compared(runs, tmp_path):
     text = (runs / "tuned" / "config.yaml").read_text().replace("correctness: starts", "correctness: null")
     shutil.copytree(runs / "tuned" / "model", tmp_path / "model")
     (tmp_path / "config.yaml").write_text(text)
-    said = _said(tmp_path, "--samples", 2)
-    assert "no reward says right or wrong" in said and "Reward against KL" in said and "Support" not in said
+    output = _said(tmp_path, "--samples", 2)
+    assert "no reward says right or wrong" in output and "Reward against KL" in output and "Support" not in output
     options = ("-r", "length", "--option", "length.max_length=3", "--option", "length.cache=1")
-    found = json.loads(_said(tmp_path, "--samples", 2, "--right-at", 1, *options, "--json"))
-    assert found["support"]["expanded"] > 3 and found["correctness"] == "a reward of 1 or better"
-    assert [pair["second"] for pair in found["rewards"]] == ["length"]
+    diagnosis = json.loads(_said(tmp_path, "--samples", 2, "--right-at", 1, *options, "--json"))
+    assert diagnosis["support"]["expanded"] > 3 and diagnosis["correctness"] == "a reward of 1 or better"
+    assert [pair["second"] for pair in diagnosis["rewards"]] == ["length"]

@@ -67,8 +67,8 @@ def test_judged_completions_are_learnt_and_held_out_ones_measured(loss, inputs, 
 def test_records_of_a_prompt_stay_on_one_side():
     records = [{"prompt": prompt, "n": n} for n in range(3) for prompt in "abcdefghij"]
     learnt, measured = split_records(records, 0.2, seed=1)
-    asked = {r["prompt"] for r in measured}
-    assert len(measured) == 6 and len(asked) == 2 and not asked & {r["prompt"] for r in learnt}
+    prompts = {r["prompt"] for r in measured}
+    assert len(measured) == 6 and len(prompts) == 2 and not prompts & {r["prompt"] for r in learnt}
     assert split_records(records, 0.0, seed=1) == (records, [])
     assert all(map(len, split_records(records, 0.99, seed=1))), "something is left to learn from"
     assert split_records(records[:1], 0.5, seed=1) == (records[:1], [])
@@ -78,9 +78,9 @@ def test_records_of_a_prompt_stay_on_one_side():
 @pytest.mark.parametrize(("loss", "kind", "count"), [("sigmoid", "pairs", 36), ("kto", "votes", 72)])
 def test_the_packaged_tasks_have_pairs_and_votes(loss, kind, count):
     small = ["data={size: 38, heldout_per_task: 1, pairs_heldout: 0.05}", "run.iterations=4"]
-    found = plan(load_config(TextDPOConfig, None, [*small, f"loss.row={loss}"]))["batch"]
-    assert found[kind] == count and found[f"{kind}_heldout"] == 76 * (loss == "kto") + 38 * (loss != "kto") - count
-    assert found["updates"] == 4 and found["epochs"] == 4 * 32 / count
+    batch = plan(load_config(TextDPOConfig, None, [*small, f"loss.row={loss}"]))["batch"]
+    assert batch[kind] == count and batch[f"{kind}_heldout"] == 76 * (loss == "kto") + 38 * (loss != "kto") - count
+    assert batch["updates"] == 4 and batch["epochs"] == 4 * 32 / count
 
 
 @pytest.mark.parametrize(

@@ -36,33 +36,33 @@ def inputs() -> TextInputs:
 @pytest.mark.parametrize("changes", [(), ("model.lora={}", "model.gradient_checkpointing=true")], ids=str)
 def test_a_plan_is_what_the_network_takes(inputs, changes):
     config = configured(*changes, "objective.changes.kl=0.01")
-    found = footprint(config, inputs)
-    memory, told = found["memory_in_GB"], found["model"]
+    planned = footprint(config, inputs)
+    memory, network = planned["memory_in_GB"], planned["model"]
     policy = build_text_policy(config.model, torch.device("cpu"), 0)
-    named = policy.trainable_parameters()
-    weights = TrainedWeights(named, config.optimizer)
-    for _, weight in named:
+    parameters = policy.trainable_parameters()
+    weights = TrainedWeights(parameters, config.optimizer)
+    for _, weight in parameters:
         weight.grad = torch.ones_like(weight)
     weights.step()
     moments = [s[k] for s in weights.optimizer.state.values() for k in ("exp_avg", "exp_avg_sq")]
     assert memory["adamw_moments"] * GB == pytest.approx(sum(m.numel() * 4 for m in moments))
-    assert told["trained_parameters"] == sum(weight.numel() for _, weight in named)
+    assert network["trained_parameters"] == sum(weight.numel() for _, weight in parameters)
     assert bool(memory["reference"]) == (config.model.lora is None)
     prompts = [record["prompt"] for record in inputs.records[:256]]
     longest = max(map(len, policy.prompts.encode(prompts)))
-    assert told["longest_prompt"] == longest
+    assert network["longest_prompt"] == longest
     model: Any = policy.model
     ids = torch.zeros(6, longest + 8, dtype=torch.long)
     with torch.no_grad():
         layers = model.base_model(input_ids=ids, use_cache=True).past_key_values.layers
-    held = sum(v.numel() * v.element_size() for layer in layers for v in (layer.keys, layer.values))
-    assert memory["of_that_keys_and_values"] * GB == pytest.approx(held)
+    cache = sum(v.numel() * v.element_size() for layer in layers for v in (layer.keys, layer.values))
+    assert memory["of_that_keys_and_values"] * GB == pytest.approx(cache)
     with counted_operations() as counter:
         model.base_model(input_ids=ids[:1], use_cache=False)
     head = 2 * 8 * model.get_output_embeddings().weight.numel()
-    assert told["operations_per_completion"] == counter.get_total_flops() + head
+    assert network["operations_per_completion"] == counter.get_total_flops() + head
     activations = memory["generation_or_activations_of_a_micro_batch"] * GB
-    generation = held + 4 * 6 * model.config.vocab_size
+    generation = cache + 4 * 6 * model.config.vocab_size
     if config.model.gradient_checkpointing:
         assert activations < _stored(model, ids[:3])
     else:
@@ -90,15 +90,15 @@ def _stored(model: Any, ids: torch.Tensor) -> int:
 
 
 def test_tokens_a_second_and_a_value_network(inputs):
-    found = footprint(configured("model.generate_batch=2"), inputs)
+    planned = footprint(configured("model.generate_batch=2"), inputs)
     more = footprint(configured("model.generate_batch=4"), inputs)
-    speed, faster = found["tokens_per_second_at_most"], more["tokens_per_second_at_most"]
+    speed, faster = planned["tokens_per_second_at_most"], more["tokens_per_second_at_most"]
     assert speed["H100 SXM"] < faster["H100 SXM"] < 2 * speed["H100 SXM"]
     assert "bandwidth" in speed["basis"]
     ppo = configured("model.value=separate", kind=TextPPOConfig, name="text_ppo")
     memory = footprint(ppo, inputs)["memory_in_GB"]
-    kept = sum(memory[name] for name in ("trained_weights", "gradients", "adamw_moments"))
-    assert memory["value_network_and_its_optimizer"] == pytest.approx(kept)
+    trained = sum(memory[name] for name in ("trained_weights", "gradients", "adamw_moments"))
+    assert memory["value_network_and_its_optimizer"] == pytest.approx(trained)
     corrected = "objective.changes={importance_sampling: {level: token, mode: truncate, high: 2.0}}"
     served = configured("server={base_url: 'http://localhost:1/v1', model: m}", "model.lora={}", corrected)
     assert "tokens_per_second_at_most" not in footprint(served, inputs)

@@ -84,5 +84,5 @@ def test_a_variable_that_the_template_does_not_read_is_refused(template, variabl
     ],
 )
 def test_a_setting_with_dashes_is_answered(option, answer):
-    done = CliRunner().invoke(app, ["plan", "text_grpo", option, "8"])
-    assert done.exit_code == 2 and answer in " ".join(re.sub("[│╭╮╰╯─]", " ", done.output).split())
+    result = CliRunner().invoke(app, ["plan", "text_grpo", option, "8"])
+    assert result.exit_code == 2 and answer in " ".join(re.sub("[│╭╮╰╯─]", " ", result.output).split())

@@ -63,8 +63,8 @@ def test_judged_completions_become_a_progress_estimator(finished: tuple[Path, di
     assert [row["iteration"] for row in rows if "heldout/loss" in row] == [5, 10]
     assert rows[-1]["heldout/loss"] == pytest.approx(summary["after"]["loss"])
     judge = ProcessRewardModel(output / "judge")
-    (found,) = judge.steps(["a\nb\na"], ["q3"]).prob
-    assert found.tolist() == pytest.approx([1, 0, 1], abs=0.4)
+    (probs,) = judge.steps(["a\nb\na"], ["q3"]).prob
+    assert probs.tolist() == pytest.approx([1, 0, 1], abs=0.4)
 
 
 def test_a_stopped_run_ends_in_the_same_weights(inputs: Path, tmp_path: Path, finished: tuple[Path, Any]) -> None:
@@ -79,19 +79,19 @@ def test_the_estimator_pays_a_policy_by_the_step_in_place_of_the_outcome(
     tmp_path: Path, finished: tuple[Path, dict[str, Any]]
 ) -> None:
     keys = [f"process.model={finished[0]}/judge", "process.separator=e", "process.coefficient=2.0"]
-    found = {}
+    trajectories = {}
     for replaces in ("true", "false"):
-        given = ["objective.algorithm=reinforce_pp", *keys, f"process.replaces={replaces}"]
-        config = load_config(TextGRPOConfig, None, given)
+        overrides = ["objective.algorithm=reinforce_pp", *keys, f"process.replaces={replaces}"]
+        config = load_config(TextGRPOConfig, None, overrides)
         policy = toy_policy()
         process = build_process(config, policy)
         trainer = toy_text_trainer(tmp_path / replaces, "reinforce_pp", policy=policy, process=process)
         with torch.random.fork_rng():
             collected = trainer.algorithm.collect(trainer.context)
-        found[replaces] = collected.experience.trajectories
+        trajectories[replaces] = collected.experience.trajectories
         assert collected.metrics["reward_mean"] > 0, "the outcome is still reported"
         assert trainer.iterate()["updates"] == 2
-    paid, added = found["true"], found["false"]
+    paid, added = trajectories["true"], trajectories["false"]
     assert paid.reward[paid.valid].eq(0).all() and not added.reward[added.valid].eq(0).all()
     assert torch.equal(paid.process_reward, added.process_reward)
     policy = toy_policy()
@@ -103,8 +103,8 @@ def test_the_estimator_pays_a_policy_by_the_step_in_place_of_the_outcome(
     judge = ProcessRewardModel(finished[0] / "judge", separator="e")
     policy = toy_policy()
     trainer = toy_text_trainer(tmp_path / "plain", "reinforce_pp", policy=policy, process=judge)
-    alone = trainer.algorithm.collect(trainer.context).experience.trajectories.process_reward
-    torch.testing.assert_close(paid.process_reward, 2 * alone)
+    unscaled = trainer.algorithm.collect(trainer.context).experience.trajectories.process_reward
+    torch.testing.assert_close(paid.process_reward, 2 * unscaled)
 
 
 def test_labels_of_steps_train_the_other_kind(inputs: Path, tmp_path: Path) -> None:
@@ -180,15 +180,15 @@ def test_outcomes_train_a_language_model_whose_log_ratio_pays_a_policy(inputs: P
     assert summary["before"]["loss"] == pytest.approx(math.log(2)) and summary["after"]["loss"] < 0.35
     assert summary["after"]["accuracy"] == 1 and summary["records"] == 10
 
-    given = [f"process.model={tmp_path}/run/judge", f"process.reference={inputs}/model", "process.separator=e"]
-    config = load_config(TextGRPOConfig, None, ["objective.algorithm=grpo_process", "process.beta=0.5", *given])
+    overrides = [f"process.model={tmp_path}/run/judge", f"process.reference={inputs}/model", "process.separator=e"]
+    config = load_config(TextGRPOConfig, None, ["objective.algorithm=grpo_process", "process.beta=0.5", *overrides])
     policy = CausalLMPolicy.from_pretrained(inputs / "model")
     trainer = toy_text_trainer(tmp_path / "rl", "grpo_process", policy=policy, process=build_process(config, policy))
-    found = trainer.algorithm.collect(trainer.context).experience
+    experience = trainer.algorithm.collect(trainer.context).experience
     judge, start = (CausalLMPolicy.from_pretrained(f) for f in (tmp_path / "run/judge", inputs / "model"))
-    ratio = model_log_prob(judge, found.rollout) - model_log_prob(start, found.rollout)
-    paid = found.trajectories.process_reward.sum(1)
-    valid = found.trajectories.valid
+    ratio = model_log_prob(judge, experience.rollout) - model_log_prob(start, experience.rollout)
+    paid = experience.trajectories.process_reward.sum(1)
+    valid = experience.trajectories.valid
     torch.testing.assert_close(paid[valid], 0.5 * ratio.detach().sum(1)[valid], rtol=1e-4, atol=1e-5)
     assert valid.any() and trainer.iterate()["updates"] == 2
 
@@ -201,8 +201,8 @@ def test_an_adapter_is_an_implicit_reward_and_another_vocabulary_none(inputs: Pa
     rollout = policy.generate(["q"], seeds=0, stopping=StoppingCriteria(max_new_tokens=4))
     assert process.score_rollout(rollout).tokens("last").abs().max() == 0, "new adapters change nothing"
     with pytest.raises(UserError, match=r"process\.reference: tasks-qwen3 has another vocabulary than model.path"):
-        given = [f"process.model={inputs}/model", "process.reference=tasks-qwen3"]
-        build_process(load_config(TextGRPOConfig, None, given), policy)
+        overrides = [f"process.model={inputs}/model", "process.reference=tasks-qwen3"]
+        build_process(load_config(TextGRPOConfig, None, overrides), policy)
 
 
 def test_what_the_implicit_kind_refuses(inputs: Path, tmp_path: Path) -> None:
@@ -227,9 +227,9 @@ def test_what_the_implicit_kind_refuses(inputs: Path, tmp_path: Path) -> None:
 
 def _online(folder: Path, inputs: Path, run: dict[str, Any], dtype: str = "float32", **online: Any) -> Any:
     keys = ["objective.algorithm=prime", "process.beta=0.5", "process.unit=token", "process.separator=e"]
-    given = [*keys, f"process.model={inputs}/model", f"process.reference={inputs}/model"]
-    given += [f"model.dtype={dtype}", f"process.online={json.dumps(online)}"]
-    config = load_config(TextGRPOConfig, None, given)
+    overrides = [*keys, f"process.model={inputs}/model", f"process.reference={inputs}/model"]
+    overrides += [f"model.dtype={dtype}", f"process.online={json.dumps(online)}"]
+    config = load_config(TextGRPOConfig, None, overrides)
     policy = CausalLMPolicy.from_pretrained(inputs / "model")
     process = build_process(config, policy)
     options: Any = {"policy": policy, "process": process, "reward": Letters("a"), "run": run}
@@ -243,9 +243,9 @@ def test_the_process_reward_learns_from_the_policys_own_outcomes(inputs: Path, t
     start = [parameter.detach().clone() for parameter in learner.named.values()]
     first = trainer.iterate()
     assert first["process_reward/loss"] == pytest.approx(math.log(2)) and first["process_reward/accuracy"] < 1
-    found = trainer.algorithm.collect(trainer.context).experience
-    reward, t = found.trajectories.process_reward, found.trajectories
-    ratio = model_log_prob(learner.model, found.rollout) - model_log_prob(learner.reference, found.rollout)
+    experience = trainer.algorithm.collect(trainer.context).experience
+    reward, t = experience.trajectories.process_reward, experience.trajectories
+    ratio = model_log_prob(learner.model, experience.rollout) - model_log_prob(learner.reference, experience.rollout)
     torch.testing.assert_close(reward, 0.5 * ratio.detach() * (t.weight != 0), rtol=1e-4, atol=1e-5)
     assert reward.any() and any(not torch.equal(a, p) for a, p in zip(start, learner.named.values(), strict=True))
     second = trainer.iterate()
@@ -273,8 +273,8 @@ def test_small_steps_add_up_below_bfloat16_and_what_is_not_finite_is_no_step(inp
 
 
 def test_a_resumed_prime_is_the_uninterrupted_one(inputs: Path, tmp_path: Path) -> None:
-    whole, _ = check_resume(partial(_online, inputs=inputs, right_at=0.05, lr=1e-3, batch=5), tmp_path, 1, 3)
-    assert "process_reward.safetensors" in whole[1]
+    outcome, _ = check_resume(partial(_online, inputs=inputs, right_at=0.05, lr=1e-3, batch=5), tmp_path, 1, 3)
+    assert "process_reward.safetensors" in outcome[1]
 
 
 @pytest.mark.parametrize(
@@ -317,12 +317,12 @@ def test_a_plan_leaves_dropped_records_out(inputs: Path, tmp_path: Path) -> None
 def test_long_records_with_labels_are_cut(inputs: Path, tmp_path: Path) -> None:
     rows = [{"prompt": f"{n}q" * 30, "steps": ["a", "b"], "labels": [1, 0]} for n in range(4)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    given = (f"data.train={tmp_path}/rows.jsonl", "learns=labels", "run.iterations=1")
+    overrides = (f"data.train={tmp_path}/rows.jsonl", "learns=labels", "run.iterations=1")
     with pytest.raises(UserError, match=r"64 tokens; the model reads at most 48.*too_long=drop.*cut\.max_length=48"):
-        run(_config(inputs, *given), tmp_path / "refused")
+        run(_config(inputs, *overrides), tmp_path / "refused")
     cut = ("data.cut={max_prompt_length: 8, max_length: 11}", "data.heldout=0")
-    assert run(_config(inputs, *given, *cut), tmp_path / "cut")["records"] == 4
+    assert run(_config(inputs, *overrides, *cut), tmp_path / "cut")["records"] == 4
     with pytest.raises(UserError, match="none of the 4 records has a step"):
-        run(_config(inputs, *given, "data.cut.max_length=9", "data.heldout=0"), tmp_path / "none")
+        run(_config(inputs, *overrides, "data.cut.max_length=9", "data.heldout=0"), tmp_path / "none")
     with pytest.raises(UserError, match=r"data\.cut keeps the labels.*learns=outcomes.*too_long=drop"):
         _config(inputs, *cut)

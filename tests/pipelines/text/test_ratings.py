@@ -68,10 +68,10 @@ def test_files_of_rated_images_are_asked_about(tmp_path):
 def test_pairs_are_asked_about_without_ties(tmp_path):
     inputs = prepare(config("data.train=shapes:pairs", "data.question=Which is {prompt}", "data.heldout=shapes:pairs"))
     first = inputs.records[0]
-    shown = [part.get("image") for part in first["prompt"][0]["content"]]
-    assert [str(image)[-4:] for image in shown[:2]] == ["left", "ight"] and first["label"] != 0.5
-    asked = first["prompt"][0]["content"][2]["text"]
-    assert asked.startswith("Which is ") and "{prompt}" not in asked and 30 < len(inputs.records) <= 40
+    images = [part.get("image") for part in first["prompt"][0]["content"]]
+    assert [str(image)[-4:] for image in images[:2]] == ["left", "ight"] and first["label"] != 0.5
+    question = first["prompt"][0]["content"][2]["text"]
+    assert question.startswith("Which is ") and "{prompt}" not in question and 30 < len(inputs.records) <= 40
     rows = [{"prompt": "p", "image_left": "0.png", "image_right": f"{n}.png", "label": 0.5} for n in (1, 2)]
     rated(tmp_path)
     (tmp_path / "ties.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -81,22 +81,22 @@ def test_pairs_are_asked_about_without_ties(tmp_path):
 
 def decided(*overrides: str) -> TextSFTConfig:
     """Demonstrations from pairs: a decision first, and perhaps a reason."""
-    given = ["model.path=shapes-vlm", "data.train=shapes:pairs", "data.heldout=shapes:pairs", "data.size=12"]
-    given += ["data.heldout_size=4", "data.question=Is image 2 better for {prompt}?", "run.device=cpu"]
-    given += ["evaluation={rewards: {verdict: {options: {words: ['no', 'yes']}}}, correctness: null}"]
-    return load_config(TextSFTConfig, None, [*given, "data.decision=['no', 'yes']", *overrides])
+    defaults = ["model.path=shapes-vlm", "data.train=shapes:pairs", "data.heldout=shapes:pairs", "data.size=12"]
+    defaults += ["data.heldout_size=4", "data.question=Is image 2 better for {prompt}?", "run.device=cpu"]
+    defaults += ["evaluation={rewards: {verdict: {options: {words: ['no', 'yes']}}}, correctness: null}"]
+    return load_config(TextSFTConfig, None, [*defaults, "data.decision=['no', 'yes']", *overrides])
 
 
 def test_a_teachers_reason_stands_behind_the_decision():
     pairs = [pair for pair in shapes_pairs(12, split="train").pairs if pair.label != 0.5]
     for field in ("reason", None):
-        made = prepare_supervised(decided(f"data.field={field or 'null'}")).records
-        assert len(made) == len(pairs)
-        for record, pair in zip(made, pairs, strict=True):
-            said = "no" if pair.label > 0.5 else "yes"  # whether the second, the right one, is better
-            assert record["completion"] == (f"{said}, {pair.extra['reason']}" if field else said)
+        demonstrations = prepare_supervised(decided(f"data.field={field or 'null'}")).records
+        assert len(demonstrations) == len(pairs)
+        for record, pair in zip(demonstrations, pairs, strict=True):
+            decision = "no" if pair.label > 0.5 else "yes"  # whether the second, the right one, is better
+            assert record["completion"] == (f"{decision}, {pair.extra['reason']}" if field else decision)
             assert record["prompt"][0]["content"][2]["text"] == f"Is image 2 better for {pair.prompt}?"
-    assert {record["completion"] for record in made} == {"no", "yes"}
+    assert {record["completion"] for record in demonstrations} == {"no", "yes"}
 
 
 @pytest.mark.parametrize(
@@ -120,9 +120,9 @@ def records(folder: Path, rows: list[dict], question: str = "{prompt}|{responses
 
 def test_the_order_is_drawn_and_the_record_names_the_best(tmp_path: Path):
     rows = [{"prompt": f"p{n}", "chosen": "good", "rejected": "bad"} for n in range(8)]
-    found = records(tmp_path, rows)
-    assert {record["best"] for record in found} == {1, 2}
-    for record in found:
+    questions = records(tmp_path, rows)
+    assert {record["best"] for record in questions} == {1, 2}
+    for record in questions:
         assert record["prompt"].split("[Response ")[record["best"]].splitlines()[1] == "good"
         assert record["rewards"][record["best"] - 1] == max(record["rewards"]) == 1
         scores = ["9" if number == record["best"] else "4" for number in (1, 2)]
@@ -135,8 +135,8 @@ def test_lists_are_asked_about_as_the_judge_itself_asks(tmp_path: Path):
     rows += [{"prompt": "tied", "completions": ["a", "b"], "scores": [2, 2]}]
     (record,) = records(tmp_path, rows, "text_judge")
     assert sorted(record["rewards"]) == [1, 5, 9] and record["rewards"][record["best"] - 1] == 9
-    shown = sorted(("aaa1", "bbb2", "ccc3"), key=record["prompt"].index)
-    (message,) = SCORES.filled({"prompt": "three", **question_fields(shown)})
+    answers = sorted(("aaa1", "bbb2", "ccc3"), key=record["prompt"].index)
+    (message,) = SCORES.filled({"prompt": "three", **question_fields(answers)})
     assert r"\boxed{score 1, score 2, score 3}" in record["prompt"] == message["content"][0]["text"]
 
 

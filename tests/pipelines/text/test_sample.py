@@ -118,22 +118,22 @@ def test_the_same_seed_gives_the_same_dataset_however_it_is_cut(finished, inputs
 
 
 def test_a_stopped_run_samples_only_what_is_missing(finished, inputs, tmp_path, monkeypatch):
-    done: list[int] = []
+    calls: list[int] = []
     sample = text_sample.sample_point
 
     def dies(*arguments: Any, **options: Any) -> Any:
-        if len(done) == 3:
+        if len(calls) == 3:
             raise KeyboardInterrupt
-        done.append(1)
+        calls.append(1)
         return sample(*arguments, **options)
 
     monkeypatch.setattr(text_sample, "sample_point", dies)
     with pytest.raises(KeyboardInterrupt):
         run(_config(inputs), tmp_path / "cut")
     assert not (tmp_path / "cut" / "dataset.jsonl").exists()
-    done.clear()
+    calls.clear()
     run(_config(inputs), tmp_path / "cut", resume=True)
-    assert len(done) == 1
+    assert len(calls) == 1
     assert (tmp_path / "cut" / "dataset.jsonl").read_bytes() == (finished[0] / "dataset.jsonl").read_bytes()
 
 
@@ -190,9 +190,9 @@ def test_resume_notices_other_prompts_and_rewards(finished, inputs, file, old, k
 
 
 def test_the_plan_counts_the_completions(inputs):
-    found = plan(_config(inputs))
-    assert found["sampling"] == {"prompts": 8, "grid_points": 4, "completions_per_prompt": 16, "completions": 128}
-    assert found["selection"] == {"rule": "rejection", "records_at_most": 24}
+    planned = plan(_config(inputs))
+    assert planned["sampling"] == {"prompts": 8, "grid_points": 4, "completions_per_prompt": 16, "completions": 128}
+    assert planned["selection"] == {"rule": "rejection", "records_at_most": 24}
     assert plan(_config(inputs, "selection.rule=best_of_n"))["selection"]["records_at_most"] == 8
     assert plan(_config(inputs, "selection.per_prompt=null"))["selection"]["records_at_most"] == 128
 

@@ -37,33 +37,33 @@ class Kept(Letters):
         self.texts: list[str] = []
 
     def score(self, completions: Any, prompts: Any, metadata: Any = None) -> Any:
-        """As the letters'."""
+        """The letters' score."""
         self.texts += completions
         return super().score(completions, prompts, metadata)
 
 
-def policy(whole: bool) -> Any:
-    """One that is trained in full, or by adapters."""
-    return toy_policy() if whole else toy_policy(lora=text_lora(rank=2, alpha=4.0))
+def policy(full: bool) -> Any:
+    """A policy trained in full, or by adapters."""
+    return toy_policy() if full else toy_policy(lora=text_lora(rank=2, alpha=4.0))
 
 
-def run(folder: Path, whole: bool, dies: Dies) -> tuple[list[str], list[dict[str, Any]], TinyServer]:
+def run(folder: Path, full: bool, dies: Dies) -> tuple[list[str], list[dict[str, Any]], TinyServer]:
     """Completions and metrics of three iterations of 8 completions each, and the server.
 
     The server of whole models starts on a copy of the folder that the run writes to, so that the weights of a
     start are always those of the first.
     """
-    trained, drawing, reward, served = policy(whole), policy(whole), Kept(), folder / "served"
+    trained, drawing, reward, served = policy(full), policy(full), Kept(), folder / "served"
     accelerator = Accelerator(cpu=True)
     trained.save(served)
     shutil.copytree(served, folder / "start")
     with serving(drawing) as server:
-        if whole:
+        if full:
             server.folder, server.start = served, lambda: drawing.load(folder / "start")
         server.dies = dies(server)
         generator = ServerGenerator(trained, server.url, "tiny", backoff=0.05, patience=100.0)
-        given = ServerConfig(base_url=server.url, model="tiny", model_folder=str(served) if whole else None)
-        config = cast(Any, SimpleNamespace(server=given))
+        settings = ServerConfig(base_url=server.url, model="tiny", model_folder=str(served) if full else None)
+        config = cast(Any, SimpleNamespace(server=settings))
         trainer = toy_text_trainer(
             folder,
             policy=trained,
@@ -82,31 +82,31 @@ def run(folder: Path, whole: bool, dies: Dies) -> tuple[list[str], list[dict[str
 @pytest.fixture(scope="module", params=["adapters", "whole"])
 def steady(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Whether whole models are handed over, and the run whose server stays."""
-    whole = request.param == "whole"
-    texts, metrics, server = run(tmp_path_factory.mktemp("steady"), whole, lambda _: lambda path, count: False)
+    full = request.param == "whole"
+    texts, metrics, server = run(tmp_path_factory.mktemp("steady"), full, lambda _: lambda path, count: False)
     assert server.starts == 1 and len(texts) == 24 and len(metrics) == 3
-    return whole, texts, metrics
+    return full, texts, metrics
 
 
 @pytest.mark.filterwarnings("ignore:.*is unavailable")
-@pytest.mark.parametrize(("place", "number"), [(ASKED, 17), ("hand over", 2)])
-def test_a_run_is_that_of_a_server_that_stayed(steady: Any, place: str, number: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("event", "number"), [(ASKED, 17), ("hand over", 2)])
+def test_a_run_is_that_of_a_server_that_stayed(steady: Any, event: str, number: int, tmp_path: Path) -> None:
     """Killed among an iteration's completions, before its first, or as it gets new weights."""
-    whole, texts, metrics = steady
-    given = "/collective_rpc" if whole else "/v1/load_lora_adapter"
+    full, texts, metrics = steady
+    handover = "/collective_rpc" if full else "/v1/load_lora_adapter"
     died: list[int] = []
 
     def dies(server: TinyServer) -> Callable[[str, int], bool]:
         def now(path: str, count: int) -> bool:
-            due = (path, count) == ((place if place == ASKED else given), number) and not died
+            due = (path, count) == ((event if event == ASKED else handover), number) and not died
             died.extend([1] if due else [])
             return due
 
         return now
 
-    found, measured, server = run(tmp_path, whole, dies)
+    completions, measured, server = run(tmp_path, full, dies)
     assert server.starts == 2
-    assert found == texts and measured == metrics
+    assert completions == texts and measured == metrics
 
 
 def test_an_adapter_that_stays_unknown_ends_the_call(tmp_path: Path) -> None:

@@ -91,13 +91,13 @@ def test_a_run_out_of_time_resumes_to_the_result_of_one_that_was_not(finished, i
 
 
 def test_the_packaged_tasks_are_learnt_from_their_solutions(inputs):
-    given = ["data={size: 38, heldout_per_task: 1, batch: 19}", "run.iterations=4", "evaluation.every=2"]
-    found = plan(load_config(TextSFTConfig, None, given))
+    overrides = ["data={size: 38, heldout_per_task: 1, batch: 19}", "run.iterations=4", "evaluation.every=2"]
+    planned = plan(load_config(TextSFTConfig, None, overrides))
     expected: dict[str, Any] = {"ends_by": "run.iterations = 4", "demonstrations": 38, "prompts": 38}
     expected |= {"updates": 4, "iterations": 4, "heldout_prompts_trained_on": 0}
     expected |= {"demonstrations_per_update": 19, "epochs": 2.0}
-    assert found["batch"] == expected
-    assert found["evaluation"] == {"heldout_prompts": 19, "evaluations_on_the_way": 2, "completions": 266}
+    assert planned["batch"] == expected
+    assert planned["evaluation"] == {"heldout_prompts": 19, "evaluations_on_the_way": 2, "completions": 266}
     with pytest.raises(UserError, match=r"data\.train: record 0 has no text in the field 'problem'"):
         plan(load_config(TextSFTConfig, None, ["data={size: 1, field: problem}"]))
 

@@ -87,8 +87,8 @@ def test_kinds_and_tool_calls_that_are_not_there_are_refused(changes, message):
 def test_a_run_leaves_the_page_of_an_image_run(finished):
     output, summary = finished
     page = html.unescape((output / "report.html").read_text(encoding="utf-8"))
-    said = re.sub(r"<(script|style).*?</\1>", "", page, flags=re.DOTALL)  # the same on every page
-    assert "grpo on tasks-qwen3" in page and "Held-out accuracy" in page and "image" not in said
+    visible = re.sub(r"<(script|style).*?</\1>", "", page, flags=re.DOTALL)  # the same on every page
+    assert "grpo on tasks-qwen3" in page and "Held-out accuracy" in page and "image" not in visible
     after = load_heldout(output / "after.npz")
     assert len(after.completions) == len(after) == 12 and after.completions[0] in page
     assert after.prompts[0] in page and page.count("<svg") >= 6
@@ -145,10 +145,10 @@ def test_a_record_without_the_answer_whose_likelihood_is_asked_is_refused_before
 
 @pytest.mark.parametrize("name", [name for name in list_configs() if name.startswith("text_")])
 def test_packaged_configurations_are_planned(name, tmp_path):
-    judged = tmp_path / "judged.jsonl"  # what the config's first command writes
-    judged.write_text("".join(f'{{"prompt": "{n}", "completion": "1, 2", "reward": 1.0}}\n' for n in range(40)))
+    path = tmp_path / "judged.jsonl"  # what the config's first command writes
+    path.write_text("".join(f'{{"prompt": "{n}", "completion": "1, 2", "reward": 1.0}}\n' for n in range(40)))
     overrides = {
-        "text_process": [f"data.train={judged}"],
+        "text_process": [f"data.train={path}"],
         "text_reward_hh": ["data.train=tasks:train", "data.heldout=0.1"],
         "text_judge_grpo": ["data.train=tasks:train", "model.path=tasks-qwen3", "model.template={}"],
     }
@@ -187,21 +187,21 @@ def test_text_ppo_refuses_an_algorithm_without_a_value_function():
 def test_the_first_process_hands_the_adapters_over_and_all_ask_for_them(
     first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done: list[str] = []
-    sync: Any = lambda folder, server_folder: done.append("sync")  # noqa: E731
+    calls: list[str] = []
+    sync: Any = lambda folder, server_folder: calls.append("sync")  # noqa: E731
     generator = SimpleNamespace(model="base", weights_folder=None, sync=sync)
-    policy: Any = SimpleNamespace(save=lambda folder: done.append("save"), module=nn.Identity())
-    monkeypatch.setattr("accelerate.utils.broadcast_object_list", lambda given: ["visalign-1", "here"])
+    policy: Any = SimpleNamespace(save=lambda folder: calls.append("save"), module=nn.Identity())
+    monkeypatch.setattr("accelerate.utils.broadcast_object_list", lambda objects: ["visalign-1", "here"])
     config: Any = SimpleNamespace(server=ServerConfig(base_url="http://x/v1", model="base"))
     process: Any = SimpleNamespace(is_main_process=first)
     syncing(config, policy, generator, tmp_path, process)(1)
     assert (generator.model, generator.weights_folder) == ("visalign-1", "here")
-    assert done == (["save", "sync"] if first else [])
+    assert calls == (["save", "sync"] if first else [])
 
 
 def test_a_whole_model_is_handed_over_in_the_folder_of_the_server(tmp_path: Path) -> None:
-    done: list[str] = []
-    reload: Any = lambda folder: done.append(f"reload {folder.name}")  # noqa: E731
+    calls: list[str] = []
+    reload: Any = lambda folder: calls.append(f"reload {folder.name}")  # noqa: E731
     generator = SimpleNamespace(model="base", weights_folder=None, reload=reload)
     model = SimpleNamespace(save_pretrained=lambda folder: (folder / "model.safetensors").touch())
     policy: Any = SimpleNamespace(model=model, module=nn.Identity())
@@ -212,7 +212,7 @@ def test_a_whole_model_is_handed_over_in_the_folder_of_the_server(tmp_path: Path
     (tmp_path / "served").mkdir()
     (tmp_path / "served/config.json").touch()
     syncing(cast(Any, config), policy, generator, tmp_path, cast(Any, process))(1)
-    assert done == ["reload served"] and generator.model == "base"
+    assert calls == ["reload served"] and generator.model == "base"
     assert sorted(path.name for path in (tmp_path / "served").iterdir()) == ["config.json", "model.safetensors"]
 
 

@@ -39,14 +39,14 @@ CHECKLIST: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One that sees, and says letters of which one half means yes."""
+    """A model that sees; half of its letters mean yes."""
     folder = tmp_path_factory.mktemp("model") / "vlm"
     save_tiny_seeing_model(folder)
     words = {"yes": list(LETTERS[:24]), "no": list(LETTERS[24:])}  # nearly all that can be said
     text = {name: {"type": "text", "text": f"{{{name}}}"} for name in ("question", "prompt")}
     templates = {
-        name: {"messages": [{"role": "user", "content": [{"type": "image"}, text[asked]]}], **words}
-        for name, asked in (("checklist", "question"), ("yes_no", "prompt"))
+        name: {"messages": [{"role": "user", "content": [{"type": "image"}, text[field]]}], **words}
+        for name, field in (("checklist", "question"), ("yes_no", "prompt"))
     }
     (folder / "judge.json").write_text(json.dumps({"templates": templates}))
     return folder
@@ -64,8 +64,8 @@ def _config(model: Path, folder: Path, *more: str, train: str = "head") -> Train
         "evaluation": {"every": 1},
         "run": {"iterations": 3, "checkpoint_every": 1, "device": "cpu"},
     }
-    given = [f"{s}.{key}={json.dumps(value)}" for s, keys in settings.items() for key, value in keys.items()]
-    return load_config(TrainRewardConfig, None, [*given, *more])
+    overrides = [f"{s}.{key}={json.dumps(value)}" for s, keys in settings.items() for key, value in keys.items()]
+    return load_config(TrainRewardConfig, None, [*overrides, *more])
 
 
 def _bare(coef: list[float]) -> ChecklistJudge:
@@ -143,24 +143,24 @@ def test_a_run_saves_what_the_judge_reads(model, tmp_path):
 
 def test_an_image_is_asked_once_and_by_itself(model, tmp_path, monkeypatch):
     judge = build_judge(_config(model, tmp_path), torch.device("cpu"))
-    asked = []
+    prompts = []
     ask = ChecklistJudge._ask
     monkeypatch.setattr(
-        ChecklistJudge, "_ask", lambda self, image, prompt: asked.append(prompt) or ask(self, image, prompt)
+        ChecklistJudge, "_ask", lambda self, image, prompt: prompts.append(prompt) or ask(self, image, prompt)
     )
     source = shapes_pairs(0, 4)
     pairs = [source[n] for n in range(3)]
     listed = Examples(count=4, example=[*pairs, pairs[0]].__getitem__, prompts=source.prompts)
     again = judge.remember(listed)
     rows = [again[n] for n in (0, 1, 2, 3, 0)]
-    assert len(asked) == len({image.numpy().tobytes() for pair in pairs for image in pair.images})
+    assert len(prompts) == len({image.numpy().tobytes() for pair in pairs for image in pair.images})
     assert all(row.images == () for row in rows) and rows[0].features is rows[4].features
     inputs = judge.encode(rows[:2]).inputs
     torch.testing.assert_close(inputs, judge.encode(pairs[:2]).inputs, rtol=0, atol=0)
-    said = judge(inputs)["value"].detach()
+    values = judge(inputs)["value"].detach()
     reader: Any = load_judge("vision_reward", model=str(model), checklist=CHECKLIST)
-    wanted = reader.score([pairs[1].images[0]], [pairs[1].prompt]).value
-    torch.testing.assert_close(said[1:2], wanted, rtol=1e-5, atol=1e-5)
+    expected = reader.score([pairs[1].images[0]], [pairs[1].prompt]).value
+    torch.testing.assert_close(values[1:2], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_wrong_checklists_by_message(model, tmp_path):

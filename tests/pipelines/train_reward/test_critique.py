@@ -29,8 +29,8 @@ SAID = ("good \\boxed{9}", "bad \\boxed{2}")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model that sees, with a question of its own about critiques."""
     folder = save_tiny_seeing_model(tmp_path_factory.mktemp("models") / "vlm")
-    asked = [{"type": "image"}, {"type": "text", "text": "{prompt}: {critique}"}]
-    template = {"messages": [{"role": "user", "content": asked}], "yes": ["y"], "no": ["n"]}
+    content = [{"type": "image"}, {"type": "text", "text": "{prompt}: {critique}"}]
+    template = {"messages": [{"role": "user", "content": content}], "yes": ["y"], "no": ["n"]}
     (folder / "judge.json").write_text(json.dumps({"templates": {META.name: template}}))
     return folder
 
@@ -53,13 +53,13 @@ def _answers(folder: Path, split: str, count: int = 8, **change: Any) -> Path:
 
 
 def _config(model: Path, train: Any, heldout: Any, *more: str) -> TrainRewardConfig:
-    given = [
+    overrides = [
         "model={kind: critique, lora: {rank: 4, alpha: 8.0}, save_dtype: float32}", f"model.path={model}",
         f"data={{train: '{train}', heldout: {json.dumps(heldout and str(heldout))}, batch: 8}}",
         "objective.task=critique", "optimizer={lr: 1.0e-2, updates_per_iteration: 15}",
         "evaluation.every=0", "run={iterations: 2, device: cpu}",
     ]  # fmt: skip
-    return load_config(TrainRewardConfig, None, [*given, *more])
+    return load_config(TrainRewardConfig, None, [*overrides, *more])
 
 
 def test_it_learns_which_answers_are_right_and_deepseek_grm_keeps_these(model, tmp_path, monkeypatch):
@@ -81,8 +81,8 @@ def test_it_learns_which_answers_are_right_and_deepseek_grm_keeps_these(model, t
                          "reasons": [None] * len(queries)},
         ),
     )  # fmt: skip
-    found = judge.score(torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0)), ["a", "b"])
-    assert found.value.tolist() == [18.0, 18.0], "both votes of 9, and none of 2"
+    scores = judge.score(torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0)), ["a", "b"])
+    assert scores.value.tolist() == [18.0, 18.0], "both votes of 9, and none of 2"
     assert judge.identity.differences(DeepSeekGRM(model=str(model), answers=4, k_meta=2).identity)
 
 
@@ -90,18 +90,18 @@ def test_its_folder_rates_as_it_did(model, tmp_path, monkeypatch):
     monkeypatch.setattr(deepseek_grm, "TOP_LOGPROBS", 1000)  # a random model says anything
     config = _config(model, _answers(tmp_path, "train"), _answers(tmp_path, "heldout"))
     judge, examples = build_judge(config, torch.device("cpu")), prepare_reward(config).train
-    shown = [examples[number] for number in range(4)]
+    batch = [examples[number] for number in range(4)]
     with torch.no_grad():
         for _, parameter in judge.trainable_parameters():
             parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
         judge.train(False)
-        wanted = judge(judge.encode(shown).inputs)["value"]
+        expected = judge(judge.encode(batch).inputs)["value"]
     judge.save(tmp_path / "judge")
     grm = DeepSeekGRM(model=str(model), meta=tmp_path / "judge", k_meta=1, min_mass=0.0)
-    queries = [Query(images=[one.images[0]], prompt=one.prompt) for one in shown]
-    rated = grm.meta_judge.rate(queries, [[one.critique] for one in shown])
-    torch.testing.assert_close(torch.tensor(rated)[:, 0], wanted, rtol=1e-4, atol=1e-4)
-    assert judge.encode(shown).target.tolist() == [1, 0, 1, 0]  # type: ignore[union-attr]  # answers have them
+    queries = [Query(images=[example.images[0]], prompt=example.prompt) for example in batch]
+    rated = grm.meta_judge.rate(queries, [[example.critique] for example in batch])
+    torch.testing.assert_close(torch.tensor(rated)[:, 0], expected, rtol=1e-4, atol=1e-4)
+    assert judge.encode(batch).target.tolist() == [1, 0, 1, 0]  # type: ignore[union-attr]  # answers have them
 
 
 @pytest.mark.parametrize(

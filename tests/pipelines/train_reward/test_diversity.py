@@ -23,12 +23,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _config(model: Path, *more: str, rank: int = 2) -> TrainRewardConfig:
-    given = [
+    overrides = [
         f"model={{kind: hpsv3, head: [8, 4], save_dtype: float32, lora: {{rank: {rank}, alpha: 4.0}}}}",
         f"model.path={model}", "data={size: 12, heldout: null, batch: 4, micro_batch: 2}",
         "optimizer={lr: 1.0e-2, updates_per_iteration: 10}", "run={iterations: 1, device: cpu}",
     ]  # fmt: skip
-    return load_config(TrainRewardConfig, None, [*given, *more])
+    return load_config(TrainRewardConfig, None, [*overrides, *more])
 
 
 @pytest.fixture(scope="module")
@@ -40,26 +40,26 @@ def first(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_member_that_is_kept_apart_differs_more(model, first, tmp_path):
     run(_config(model, "seed=1"), tmp_path / "plain")
-    apart = f"model.diversity={{others: ['{first}'], weight: 10.0}}"
-    run(_config(model, "seed=1", apart), tmp_path / "apart")
-    found = {}
+    diversity = f"model.diversity={{others: ['{first}'], weight: 10.0}}"
+    run(_config(model, "seed=1", diversity), tmp_path / "apart")
+    values = {}
     for name in ("plain", "apart"):
         own = {f"{key}.default.weight": value for key, value in adapters_of(tmp_path / name / "judge").items()}
-        found[name] = float(OtherMembers([str(first)], own).diversity())
-    assert found["plain"] + 0.01 < found["apart"] <= 1
+        values[name] = float(OtherMembers([str(first)], own).diversity())
+    assert values["plain"] + 0.01 < values["apart"] <= 1
 
 
 def test_the_loss_gets_it_once_however_the_batch_is_cut(model, first, tmp_path):
-    apart = f"model.diversity={{others: ['{first}'], weight: 3.0}}"
+    diversity = f"model.diversity={{others: ['{first}'], weight: 3.0}}"
     losses = []
     for micro in (1, 4):
-        config = _config(model, "seed=1", apart, f"data.micro_batch={micro}", "optimizer.updates_per_iteration=1")
+        config = _config(model, "seed=1", diversity, f"data.micro_batch={micro}", "optimizer.updates_per_iteration=1")
         run(config, tmp_path / str(micro))
         line = (tmp_path / str(micro) / "metrics.jsonl").read_text().splitlines()[0]
         losses.append(json.loads(line)["loss"])
-        found = build_judge(config, torch.device("cpu")).penalty()
-        assert found is not None
-        penalty = found.item()
+        term = build_judge(config, torch.device("cpu")).penalty()
+        assert term is not None
+        penalty = term.item()
     plain = _config(model, "seed=1", "data.micro_batch=4", "optimizer.updates_per_iteration=1")
     run(plain, tmp_path / "plain")
     line = json.loads((tmp_path / "plain" / "metrics.jsonl").read_text().splitlines()[0])
@@ -84,9 +84,9 @@ def test_a_judge_goes_on_from_the_adapters_of_another(tmp_path):
 
     def config(*more: str, rank: int = 2) -> TrainRewardConfig:
         kind = f"model={{kind: yes_no, save_dtype: float32, lora: {{rank: {rank}, alpha: 4.0}}}}"
-        given = [kind, "objective.task=yes_no", "data={size: 4, heldout: null, batch: 4, micro_batch: 4}"]
-        given += ["optimizer.updates_per_iteration=1"]
-        return load_config(TrainRewardConfig, None, [*given, "run={iterations: 1, device: cpu}", *more])
+        overrides = [kind, "objective.task=yes_no", "data={size: 4, heldout: null, batch: 4, micro_batch: 4}"]
+        overrides += ["optimizer.updates_per_iteration=1"]
+        return load_config(TrainRewardConfig, None, [*overrides, "run={iterations: 1, device: cpu}", *more])
 
     run(config(), tmp_path / "0")
     folder = tmp_path / "0" / "judge"

@@ -32,21 +32,21 @@ from visalign.rewards.clip.open_clip_folder import save_open_clip
 @pytest.fixture
 def rows(tmp_path: Path) -> list[dict[str, Any]]:
     """Four pairs of images in a folder."""
-    found = []
+    pairs = []
     for n in range(4):
         names = [f"{n}{side}.png" for side in "ab"]
-        for place, name in enumerate(names):
-            Image.fromarray(np.full((16, 16, 3), 40 * n + 9 * place, np.uint8)).save(tmp_path / name)
+        for number, name in enumerate(names):
+            Image.fromarray(np.full((16, 16, 3), 40 * n + 9 * number, np.uint8)).save(tmp_path / name)
         votes = {"votes_left": 3 + n, "votes_right": 2}
-        found.append({"prompt": f"p {n}", "image_left": names[0], "image_right": names[1], **votes})
-    return found
+        pairs.append({"prompt": f"p {n}", "image_left": names[0], "image_right": names[1], **votes})
+    return pairs
 
 
 def _config(folder: Path, rows: list[dict[str, Any]], *more: str) -> TrainRewardConfig:
     file = folder / "set.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = [f"data.train={file}", "data.heldout=null", "data.size=null", "data.batch=4"]
-    return load_config(TrainRewardConfig, None, [*given, *more])
+    overrides = [f"data.train={file}", "data.heldout=null", "data.size=null", "data.batch=4"]
+    return load_config(TrainRewardConfig, None, [*overrides, *more])
 
 
 def test_rated_images_of_a_file_are_parted_by_their_references(tmp_path, rows):
@@ -84,32 +84,32 @@ def test_columns_of_other_names_and_labels_are_read_as_evaluate_reads_them(tmp_p
         {"text": r["prompt"], "one": r["image_left"], "two": r["image_right"], "choice": 2 - int(r["label"])}
         for r in plain
     ]
-    wanted = prepare_reward(_config(tmp_path, plain)).train
+    expected = prepare_reward(_config(tmp_path, plain)).train
     names = {"prompt": "text", "image_left": "one", "image_right": "two", "label": "choice"}
     mapped = [f"data.map.{ours}={name}" for ours, name in names.items()]
-    found = prepare_reward(_config(tmp_path, theirs, *mapped, "data.coding='1=left,2=right'")).train
-    assert [found[n].label for n in range(4)] == [wanted[n].label for n in range(4)] == [1, 0, 1, 0]
-    assert [row[1:] for row in found.rows] == [row[1:] for row in wanted.rows]
+    examples = prepare_reward(_config(tmp_path, theirs, *mapped, "data.coding='1=left,2=right'")).train
+    assert [examples[n].label for n in range(4)] == [expected[n].label for n in range(4)] == [1, 0, 1, 0]
+    assert [row[1:] for row in examples.rows] == [row[1:] for row in expected.rows]
     with pytest.raises(UserError, match=r"data\.train: .* has no column 'txt', which --map prompt=txt names"):
         prepare_reward(_config(tmp_path, theirs, *mapped, "data.map.prompt=txt"))
     with pytest.raises(UserError, match=r"data\.map is .* used by files of pairs"):
         load_config(TrainRewardConfig, None, ["data.map.mos=score"])
     options = ["--map", "mos=a score", "--labels", "1=left,2=right", "--dry-run"]
-    said = CliRunner().invoke(app, ["train-reward", "shapes_hpsv3", f"data.train={tmp_path}/set.jsonl", *options])
-    assert "has no column 'a score', which --map mos=a score names" in " ".join(said.output.split())
+    result = CliRunner().invoke(app, ["train-reward", "shapes_hpsv3", f"data.train={tmp_path}/set.jsonl", *options])
+    assert "has no column 'a score', which --map mos=a score names" in " ".join(result.output.split())
 
 
 def test_prompts_with_changed_words_stand_for_the_given_ones(tmp_path, rows):
     for number, row in enumerate(rows):
         row["prompt"] = f"several yellow squares beside circle {number}"
-    given = prepare_reward(_config(tmp_path, rows))
-    inputs, plain = prepare_reward(_config(tmp_path, rows, "data.convex_da={share: 0.5}")), given.train
-    assert inputs.fingerprints["data.train"] != given.fingerprints["data.train"]
+    unchanged = prepare_reward(_config(tmp_path, rows))
+    inputs, plain = prepare_reward(_config(tmp_path, rows, "data.convex_da={share: 0.5}")), unchanged.train
+    assert inputs.fingerprints["data.train"] != unchanged.fingerprints["data.train"]
     assert f"data.train: 4 pairs become {len(inputs.train)} by ConvexDA." in inputs.notes
-    made = [inputs.train[n] for n in range(len(inputs.train))]
+    examples = [inputs.train[n] for n in range(len(inputs.train))]
     assert len(inputs.train) == len(inputs.train.rows) > 4 and inputs.train.prompts == plain.prompts
-    assert not {example.prompt for example in made} & {plain[n].prompt for n in range(4)}
-    for example, row in zip(made, inputs.train.rows, strict=True):
+    assert not {example.prompt for example in examples} & {plain[n].prompt for n in range(4)}
+    for example, row in zip(examples, inputs.train.rows, strict=True):
         assert row.prompt == example.prompt
         (origin,) = [plain[n] for n in range(4) if plain.rows[n].images == row.images]
         assert example.label == origin.label and torch.equal(example.images[0], origin.images[0])
@@ -182,8 +182,8 @@ def residual(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_batch_statistics_stay(residual):
-    given = ["model.kind=ict", "model.train=full", "objective.task=ict", f"model.path={residual}"]
-    judge: Any = build_judge(load_config(TrainRewardConfig, None, given), torch.device("cpu"))
+    overrides = ["model.kind=ict", "model.train=full", "objective.task=ict", f"model.path={residual}"]
+    judge: Any = build_judge(load_config(TrainRewardConfig, None, overrides), torch.device("cpu"))
     judge.train(True)
     layers = [part for part in judge.module.modules() if isinstance(part, nn.BatchNorm2d)]
     assert layers and not any(layer.training for layer in layers) and judge.module.training

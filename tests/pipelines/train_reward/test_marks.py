@@ -48,13 +48,13 @@ def export(folder: Path, answer, *, single: bool, voters: tuple[str, ...] = ("ad
     store = VoteStore.create(folder / "v.sqlite", tasks, form, Plan(votes=0, gold_every=0, repeat_every=0))
     for voter in voters:
         store.join(voter)
-        while (shown := store.next(voter)) is not None:
-            said = answer(voter, int(shown.task.prompt.rpartition(" ")[2]))
+        while (question := store.next(voter)) is not None:
+            marks = answer(voter, int(question.task.prompt.rpartition(" ")[2]))
             mirror = {"left": "right", "right": "left"}
-            if shown.swapped:
-                said |= {"choice": mirror[said["choice"]]} if "choice" in said else {}
-                said |= {"boxes": [[mirror[side], *ends] for side, *ends in said.get("boxes", [])]}
-            store.vote(voter, shown.assignment, said, client=f"{voter} {shown.assignment}", seconds=1.0)
+            if question.swapped:
+                marks |= {"choice": mirror[marks["choice"]]} if "choice" in marks else {}
+                marks |= {"boxes": [[mirror[side], *ends] for side, *ends in marks.get("boxes", [])]}
+            store.vote(voter, question.assignment, marks, client=f"{voter} {question.assignment}", seconds=1.0)
     store.close()
     file = folder / "marks.jsonl"
     result = CliRunner().invoke(app, ["collect", str(folder / "v.sqlite"), "--export", str(file)])
@@ -63,13 +63,13 @@ def export(folder: Path, answer, *, single: bool, voters: tuple[str, ...] = ("ad
 
 
 def about_single(voter: str, number: int) -> dict:
-    said = {"slider": 4.0, "checklist": {QUESTIONS[0]: number < 2, QUESTIONS[1]: voter == "ada"}}
-    return said | ({"boxes": [BOX]} if voter == "ada" or number == 0 else {})
+    marks = {"slider": 4.0, "checklist": {QUESTIONS[0]: number < 2, QUESTIONS[1]: voter == "ada"}}
+    return marks | ({"boxes": [BOX]} if voter == "ada" or number == 0 else {})
 
 
 def about_pair(voter: str, number: int) -> dict:
-    said = {"choice": "left" if number % 2 else "right", "boxes": [BOX] if voter == "ada" else []}
-    return said | ({"text": f"the hand is wrong in {number}"} if voter == "bob" and number else {})
+    marks = {"choice": "left" if number % 2 else "right", "boxes": [BOX] if voter == "ada" else []}
+    return marks | ({"text": f"the hand is wrong in {number}"} if voter == "bob" and number else {})
 
 
 @pytest.fixture(scope="module")
@@ -166,8 +166,8 @@ def test_words_become_reasons_behind_the_decision(pairs, tmp_path):
     own = [f"data.train={pairs}", f"data.heldout={pairs}", "data.heldout_size=2", "optimizer.micro_batch=2"]
     config = load_config(TextSFTConfig, "shapes_reward_dance_reasons", [*own, *small])
     records = text_demonstrations("train", config.data, 0, config.data.field)
-    said = [f"{word}, the hand is wrong in {n}" for word, n in (("no", 1), ("yes", 2), ("no", 3))]
-    assert [record["completion"] for record in records] == said
+    completions = [f"{word}, the hand is wrong in {n}" for word, n in (("no", 1), ("yes", 2), ("no", 3))]
+    assert [record["completion"] for record in records] == completions
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,8 @@ JUDGE = ("checklist", "lora", "checklist")
 
 
 def _train(models: Path, root: Path, sharding: bool) -> None:
-    """Five examples to an update, so that one process makes two micro-batches and the other one; a judge that
-    is not divided reads each in several passes."""
+    """Five examples to an update: one process makes two micro-batches, the other one. An undivided judge reads
+    each in several passes."""
     judges._TOKENS = 100
     optimizer = {"eps": 1e-3}  # or the rounding of small gradients is blown up
     run_settings = {"threads": 1, "sharding": sharding}
@@ -58,25 +58,25 @@ def test_a_divided_judge_is_the_judge(models, tmp_path, monkeypatch):
     in_fork(in_two, models, fsdp.parent)
     _train(models, ddp, False)
     assert (fsdp / "checkpoints" / "step_000002" / "sharded").is_dir()
-    records = [[_numbers(r) for r in read_metrics(one / "metrics.jsonl")] for one in (ddp, fsdp)]
+    records = [[_numbers(r) for r in read_metrics(folder / "metrics.jsonl")] for folder in (ddp, fsdp)]
     assert len(records[0]) == len(records[1]) == 2
-    for whole, divided in zip(*records, strict=True):
-        for measured in (whole, divided):
+    for undivided, divided in zip(*records, strict=True):
+        for measured in (undivided, divided):
             measured.pop("adam_resolution")  # a median of roundings
-        assert_close(divided, whole)
-    summaries = [json.loads((one / "summary.json").read_text()) for one in (ddp, fsdp)]
+        assert_close(divided, undivided)
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in (ddp, fsdp)]
     for key in ("before", "after"):
         assert_close(_numbers(summaries[1][key]), _numbers(summaries[0][key]))
     assert summaries[1]["trainable_parameters"] == summaries[0]["trainable_parameters"] > 0
     files = sorted((ddp / "judge").glob("*.safetensors"))
     assert files
     for file in files:
-        found, expected = load_file(fsdp / "judge" / file.name), load_file(file)
-        assert found.keys() == expected.keys()
+        weights, expected = load_file(fsdp / "judge" / file.name), load_file(file)
+        assert weights.keys() == expected.keys()
         for name, value in expected.items():
-            assert found[name].dtype == value.dtype
-            torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-5)
-    cards = [(one / "judge" / "README.md").read_text().partition("## Weights")[0] for one in (ddp, fsdp)]
+            assert weights[name].dtype == value.dtype
+            torch.testing.assert_close(weights[name], value, rtol=1e-3, atol=1e-5)
+    cards = [(folder / "judge" / "README.md").read_text().partition("## Weights")[0] for folder in (ddp, fsdp)]
     assert all("How good it is" in card for card in cards)
 
 
@@ -92,14 +92,14 @@ def test_what_cannot_be_divided_is_refused_by_message(tmp_path, change, message)
         _config(tmp_path, "checklist", "lora", model=change, run={"sharding": True})
 
 
-@pytest.mark.parametrize(("kind", "train", "kept"), [("rating", "full", False), ("yes_no", "lora", True)])
-def test_what_a_moving_tower_said_is_forgotten_before_each_measurement(models, kind, train, kept):
+@pytest.mark.parametrize(("kind", "train", "cached"), [("rating", "full", False), ("yes_no", "lora", True)])
+def test_what_a_moving_tower_said_is_forgotten_before_each_measurement(models, kind, train, cached):
     """Gathered weights may lie where those before them lay, so that the change is not seen."""
     judge: Any = build_judge(_config(models, kind, train), torch.device("cpu"))
-    shown = judge.encode(_examples(_config(models, kind, train))).inputs[0][0].images
+    images = judge.encode(_examples(_config(models, kind, train))).inputs[0][0].images
     with torch.no_grad():
-        judge.engine.network.features(shown)
+        judge.engine.network.features(images)
     judge.train(False)
-    assert (judge.engine.network.cache.get(shown[0].digest) is not None) == kept
+    assert (judge.engine.network.cache.get(images[0].digest) is not None) == cached
     tower = judge.divide()
-    assert bool(tower) == kept and judge.engine.network.in_one_pass
+    assert bool(tower) == cached and judge.engine.network.in_one_pass

@@ -78,8 +78,8 @@ def test_rankings_become_a_model_that_transformers_and_the_reward_load(inputs: P
     folder = tmp_path / "run/judge"
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    shown = model.config.num_labels, model.config.problem_type, model.config.pad_token_id, tokenizer.pad_token_id
-    assert shown == (1, "regression", 0, 0) and hasattr(model, "score")
+    settings = model.config.num_labels, model.config.problem_type, model.config.pad_token_id, tokenizer.pad_token_id
+    assert settings == (1, "regression", 0, 0) and hasattr(model, "score")
     reward = load_text_reward("reward_model", model=folder)
     good, bad = reward.score(["aaa", "bbb"], ["q3", "q3"]).value.tolist()
     ids = tokenizer("<user>q3<end><assistant>aaa<end>", return_tensors="pt").input_ids

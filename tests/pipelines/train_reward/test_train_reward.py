@@ -64,7 +64,7 @@ CHECKLIST: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A contrastive model in `clip`, one that sees with its settings in `vlm`."""
+    """A contrastive model in `clip`; a seeing one, with settings, in `vlm`."""
     folder = tmp_path_factory.mktemp("models")
     save_tiny_clip(folder / "clip")
     save_tiny_seeing_model(folder / "vlm")
@@ -88,12 +88,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _config(models: Path, kind: str, train: str = "", task: str = "", **more: Any) -> TrainRewardConfig:
     head = {"head": [8, 4, 4, 4]}
     own: dict[str, Any] = {"hp": head, "artefact": head, "hpsv3": {"head": [8, 4]}}
-    known = {k: (t, o) for k, t, o in JUDGES}
+    defaults = {k: (t, o) for k, t, o in JUDGES}
     rated = "shapes:quality" if kind in ("rating", "artefact") else "shapes:pairs"
     model = {
         "kind": kind,
         "path": str(models / ("clip" if kind in CLIP else "vlm")),
-        "train": train or known[kind][0],
+        "train": train or defaults[kind][0],
         "save_dtype": "float32",
         **own.get(kind, {}),
         **({} if kind in CLIP else {"lora": {"rank": 2, "alpha": 4.0}}),
@@ -101,7 +101,7 @@ def _config(models: Path, kind: str, train: str = "", task: str = "", **more: An
     content: dict[str, Any] = {
         "model": model,
         "data": {"train": rated, "heldout": rated, "size": 12, "heldout_size": 6, "batch": 4, "micro_batch": 2},
-        "objective": {"task": task or known[kind][1]},
+        "objective": {"task": task or defaults[kind][1]},
         "optimizer": {"lr": 1e-3, "updates_per_iteration": 2},
         "evaluation": {"every": 1},
         "run": {"iterations": 2, "checkpoint_every": 1, "device": "cpu"},
@@ -149,8 +149,8 @@ def test_the_saved_judge_scores_as_the_trained_one(models, tmp_path, kind, train
     if hasattr(judge, "engine"):
         judge.engine.clear_features()  # type: ignore[attr-defined]
     with torch.no_grad():
-        wanted = judge(judge.encode(examples, heldout=True).inputs)["value"]
-    assert not torch.allclose(wanted, untrained, atol=1e-4)
+        expected = judge(judge.encode(examples, heldout=True).inputs)["value"]
+    assert not torch.allclose(expected, untrained, atol=1e-4)
     folder = tmp_path / "judge"
     folder.mkdir()
     judge.save(folder)
@@ -163,15 +163,15 @@ def test_the_saved_judge_scores_as_the_trained_one(models, tmp_path, kind, train
     left = [example.images[0] for example in examples]
     if kind == "pair":
         right = [example.images[1] for example in examples]
-        found = reader.compare(left, right, prompts).log_odds
-        wanted = wanted[:3] - wanted[3:]
+        scores = reader.compare(left, right, prompts).log_odds
+        expected = expected[:3] - expected[3:]
     else:
-        found, wanted = reader.score(left, prompts).value, wanted[:3]
-    wanted = wanted.sigmoid() if kind == "artefact" else wanted
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+        scores, expected = reader.score(left, prompts).value, expected[:3]
+    expected = expected.sigmoid() if kind == "artefact" else expected
+    torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-4)
     if (adapter := folder / "adapter_config.json").is_file():
-        named = json.loads(adapter.read_text())["base_model_name_or_path"]
-        assert named == json.loads((folder / "judge.json").read_text())["base"] and not Path(named).is_absolute()
+        base = json.loads(adapter.read_text())["base_model_name_or_path"]
+        assert base == json.loads((folder / "judge.json").read_text())["base"] and not Path(base).is_absolute()
 
 
 def test_a_conditioned_judge_is_read_at_the_iteration_of_a_run(models, tmp_path):
@@ -257,10 +257,10 @@ def test_a_resumed_run_is_the_run(models, tmp_path):
         config = _config(models, "hpsv3", "lora", "uncertainty", run={"iterations": iterations})
         return run(config, tmp_path / folder, resume)
 
-    whole = go("whole", 3)
+    uncut = go("whole", 3)
     go("cut", 1)
     cut = go("cut", 3, resume=True)
-    assert whole["after"] == cut["after"] and whole["before"] == cut["before"]
+    assert uncut["after"] == cut["after"] and uncut["before"] == cut["before"]
     one, other = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "cut"))
     assert [without_times(record) for record in one] == [without_times(record) for record in other]
     for name in ("adapter_model.safetensors", "reward_head.safetensors"):
@@ -306,8 +306,8 @@ def _pairs(prompt: str, count: int = 6, **more: Any) -> list[dict[str, Any]]:
 
 
 def test_files_of_pairs_train_a_judge(models, tmp_path):
-    train, held = _set(tmp_path, "t.jsonl", _pairs("t")), _set(tmp_path, "h.jsonl", _pairs("h"))
-    config = _config(models, "hpsv3", data={"train": train, "heldout": held, "size": None, "heldout_size": None})
+    train, heldout = _set(tmp_path, "t.jsonl", _pairs("t")), _set(tmp_path, "h.jsonl", _pairs("h"))
+    config = _config(models, "hpsv3", data={"train": train, "heldout": heldout, "size": None, "heldout_size": None})
     assert plan(config)["examples"] == {"train": 6, "heldout": 6, "per_update": 4}
     assert run(config, tmp_path / "run")["examples"] == 16
     assert trained_images(tmp_path / "run" / "judge"), "by which an evaluation tells pairs of the training"
@@ -327,16 +327,16 @@ def test_triples_come_from_pairs_with_a_refined_image(models, tmp_path):
     assert len(example.images) == 3 and example.refined == "a red circle"
     right = sum(b"t2b.png") % 256 / 255
     assert float(example.images[0].mean()) == pytest.approx(right, abs=1e-3)
-    held = {"heldout": _set(tmp_path, "h.jsonl", [dict(_pairs("h")[0], image_left="r.png")]), "heldout_size": None}
+    heldout = {"heldout": _set(tmp_path, "h.jsonl", [dict(_pairs("h")[0], image_left="r.png")]), "heldout_size": None}
     with pytest.raises(UserError, match=r"of data\.heldout are also in data\.train.*r\.png"):
-        prepare_reward(_config(models, "ict", data={**data, **held}))
+        prepare_reward(_config(models, "ict", data={**data, **heldout}))
     bare = {**data, "train": _set(tmp_path / "bare", "t.jsonl", _pairs("t"))}
     with pytest.raises(UserError, match=r"data.train: row 1 of .* lacks image_refined"):
         prepare_reward(_config(models, "ict", data=bare))
 
 
 def test_hp_learns_both_inequalities_of_a_triple(models, tmp_path):
-    """Of a row with a refined image both its pair and the refined image over the better one; ties have none."""
+    """A row with a refined image gives its pair, and the refined image over the better one; ties give none."""
     train = _set(tmp_path, "t.jsonl", _pairs("t", image_refined="r.png"))
     inputs = prepare_reward(_config(models, "hp", data={"train": train, "heldout": None, "size": None}))
     assert len(inputs.train) == 10 and any("win over the better image" in note for note in inputs.notes)
@@ -382,8 +382,8 @@ def test_hp_learns_triples_next_to_a_trained_ict(models, tmp_path):
 )
 def test_sets_that_cannot_be_used_are_refused(models, tmp_path, change, message):
     train = _set(tmp_path, "t.jsonl", [{**row, **change} for row in _pairs("t")])
-    held = _set(tmp_path, "h.jsonl", _pairs("h"))
-    config = _config(models, "hpsv3", data={"train": train, "heldout": held})
+    heldout = _set(tmp_path, "h.jsonl", _pairs("h"))
+    config = _config(models, "hpsv3", data={"train": train, "heldout": heldout})
     with pytest.raises(UserError, match=message):
         run(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -453,14 +453,14 @@ def test_our_own_questions_are_asked_alike_in_training_and_by_the_saved_judge(tm
     assert examples is not None
     rows = [examples[n] for n in range(4)]
     with torch.no_grad():
-        said = judge(judge.encode(rows, heldout=True).inputs)["value"]
+        expected = judge(judge.encode(rows, heldout=True).inputs)["value"]
     judge.save(tmp_path / "judge")
     read: Any = load_judge(name, model=str(tmp_path / "judge"), min_mass=0.0)
     prompts = [row.prompt for row in rows]
     images = [[row.images[side] for row in rows] for side in range(len(rows[0].images))]
     if kind == "pair":
-        found, said = read.compare(*images, prompts).log_odds, said[:4] - said[4:]
+        scores, expected = read.compare(*images, prompts).log_odds, expected[:4] - expected[4:]
     else:
-        found = torch.cat([read.score(side, prompts).value for side in images])
-    assert said.std() > 1e-3
-    torch.testing.assert_close(found, said, rtol=1e-4, atol=1e-5)
+        scores = torch.cat([read.score(side, prompts).value for side in images])
+    assert expected.std() > 1e-3
+    torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-5)

@@ -33,14 +33,14 @@ def candidate(number: int, deviation: float, influence: float) -> Candidate:
 
 
 def test_half_by_deviation_then_half_by_influence():
-    """Of 8 the deviations 8 to 5 stay, of these the influences 40 and 30; influence alone is not enough."""
-    found = [candidate(n, d, i) for n, (d, i) in enumerate(
+    """The deviations 8 to 5 stay, of these the influences 40 and 30; influence alone is not enough."""
+    candidates = [candidate(n, d, i) for n, (d, i) in enumerate(
         [(1, 999), (2, 50), (3, 1), (4, 1), (5, 10), (6, 40), (7, 20), (8, 30)]
     )]  # fmt: skip
-    chosen = select_candidates(found, 75, "ugda", seed=0)
+    chosen = select_candidates(candidates, 75, "ugda", seed=0)
     assert [c.task.prompt for c in chosen] == ["p5", "p7"]
-    assert select_candidates(found, 1, "ugda", seed=0) == chosen[:1]
-    unsure = select_candidates(found, 2, "uncertainty", seed=0)
+    assert select_candidates(candidates, 1, "ugda", seed=0) == chosen[:1]
+    unsure = select_candidates(candidates, 2, "uncertainty", seed=0)
     assert [c.task.prompt for c in unsure] == ["p7", "p6"], "influence has no say"
 
 
@@ -75,27 +75,27 @@ def test_two_rounds_with_people_who_label(tmp_path):
     config, output = tiny(tmp_path, by="people"), tmp_path / "run"
     with pytest.raises(WaitingForVotes, match=r"4 of 4 pairs wait for votes\. Collect them: visalign collect"):
         run(config, output)
-    made = {path: path.stat().st_mtime_ns for path in output.rglob("*.png")}
+    times = {path: path.stat().st_mtime_ns for path in output.rglob("*.png")}
     for number in range(2):
         store = VoteStore(output / f"round_{number:02d}" / "votes.sqlite")
         store.join("Ada")
-        while (shown := store.next("Ada")) is not None:
-            client = f"{number} {shown.assignment}"
-            store.vote("Ada", shown.assignment, {"choice": "left"}, client=client, seconds=1)
+        while (question := store.next("Ada")) is not None:
+            client = f"{number} {question.assignment}"
+            store.vote("Ada", question.assignment, {"choice": "left"}, client=client, seconds=1)
         store.close()
         if number == 0:
             with pytest.raises(WaitingForVotes, match="of 2 pairs wait for votes"):
                 run(config, output, resume=True)
     summary = run(config, output, resume=True)
-    assert all(path.stat().st_mtime_ns == when for path, when in made.items())
+    assert all(path.stat().st_mtime_ns == when for path, when in times.items())
     first, second = summary["rounds"]
     assert (first["labelled"], second["labelled"], second["pairs"]) == (4, 2, 6)
     assert first.get("deviation_all") is None
     assert second["deviation_queued"] > 0 and second["influence_queued"] != 0
     rows = [json.loads(line) for line in (output / "round_01" / "candidates.jsonl").read_text().splitlines()]
     assert len(rows) == 9 and sum(row["queued"] for row in rows) == 2
-    least = min(row["deviation"] for row in rows if row["queued"])
-    assert sum(row["deviation"] > least for row in rows) < 5  # of the upper half
+    lowest = min(row["deviation"] for row in rows if row["queued"])
+    assert sum(row["deviation"] > lowest for row in rows) < 5  # of the upper half
     pairs = [json.loads(line) for line in (output / "round_01" / "pairs.jsonl").read_text().splitlines()]
     ratios = [(pair["log_ratio_left"], pair["log_ratio_right"]) for pair in pairs]
     assert all(0.0 not in pair for pair in ratios[:4]) and ratios[4:] == [(0.0, 0.0)] * 2
@@ -110,14 +110,14 @@ def test_the_page_and_the_plan(tmp_path):
     counts = {"round": 0, "candidates": 9, "labelled": 4, "ties": 1, "pairs": 4, "seconds": 60.0}
     record = counts | {"ensemble_wrong": None, "policy": policy}
     assert "50.0" in ugda_page([record], [])
-    found = plan(tiny(tmp_path))
-    assert found["pairs_labelled"] == 6 and found["judges_trained"] == 4 and "policy" in found
+    planned = plan(tiny(tmp_path))
+    assert planned["pairs_labelled"] == 6 and planned["judges_trained"] == 4 and "policy" in planned
 
 
 def test_samples_are_of_the_policys_size():
     changes = {"model.image_size": [32, 64], "model.guidance": 2.0}
-    given = UGDAConfig(policy=PartConfig(config="shapes_grpo_guard", changes=changes))
-    assert sample_settings(given, None).options == {"guidance": 2.0, "image_size": (32, 64)}
+    config = UGDAConfig(policy=PartConfig(config="shapes_grpo_guard", changes=changes))
+    assert sample_settings(config, None).options == {"guidance": 2.0, "image_size": (32, 64)}
 
 
 def test_what_is_refused(tmp_path):
@@ -150,9 +150,9 @@ def test_labellers_that_fail_are_counted_and_stop_the_run(tmp_path):
 def test_members_are_kept_apart_from_those_before_them(tmp_path):
     plain = tiny(tmp_path)
     config = replace(plain, ensemble=replace(plain.ensemble, diversity=0.3))
-    found = [_judge_job(one, member, tmp_path).config.model.diversity for one in (plain, config) for member in (0, 2)]
-    assert found[:3] == [None] * 3 and found[3].weight == 0.3
-    assert found[3].others == [str(tmp_path / "members" / str(member) / "judge") for member in range(2)]
+    terms = [_judge_job(one, member, tmp_path).config.model.diversity for one in (plain, config) for member in (0, 2)]
+    assert terms[:3] == [None] * 3 and terms[3].weight == 0.3
+    assert terms[3].others == [str(tmp_path / "members" / str(member) / "judge") for member in range(2)]
 
 
 @pytest.mark.parametrize("key", ["seed", "data.train"])

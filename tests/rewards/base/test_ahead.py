@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images decoded ahead in processes: the scores of today's way, failures by row, and no process left."""
+"""Images decoded ahead in processes: the same scores, failures by row, and no process left."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DECODED = ["plain.png", "wide.jpg", "alpha.png", "turned.jpg", "content"]
 
 
 class Detail:
-    """Mean difference of neighbouring pixels; keeps the names of the types that it was given."""
+    """Mean difference of neighbouring pixels; keeps the names of the types it received."""
 
     name, unit, range, higher_is_better, identity = "detail", "level", (0.0, 1.0), True, None
     capabilities = RewardCapabilities(takes_gpu_images=True)
@@ -75,12 +75,12 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_scores_and_reasons_are_those_without_processes(rows: list[ImageRow], request: Any) -> None:
-    here, there = Detail(), Detail()
-    expected = score_rows(rows, {"detail": here}, batch_size=4)
+    serial, parallel = Detail(), Detail()
+    expected = score_rows(rows, {"detail": serial}, batch_size=4)
     request.getfixturevalue("processes")
-    assert score_rows(rows, {"detail": there}, batch_size=4) == expected
+    assert score_rows(rows, {"detail": parallel}, batch_size=4) == expected
     assert [row.reason is None for row in expected] == [True] * 8 + [False] * 2
-    assert here.types.count("Tensor") == 0 and there.types.count("Tensor") == len(DECODED)
+    assert serial.types.count("Tensor") == 0 and parallel.types.count("Tensor") == len(DECODED)
 
 
 def test_an_evaluation_reads_the_same_images(rows: list[ImageRow], request: Any) -> None:

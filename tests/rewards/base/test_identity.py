@@ -20,8 +20,8 @@ def test_equal_records_have_equal_digests():
 
 def test_the_line_names_the_weights_with_their_adapters():
     lines = [replace(ONE, judge="a", weights="ab" * 16 + more).line for more in ("", "+cd", " ef")]
-    shown = {line.split(", ")[1] for line in lines}
-    assert len(shown) == 3 and lines[0].split(", ")[1] == "weights " + "ab" * 6
+    weights = {line.split(", ")[1] for line in lines}
+    assert len(weights) == 3 and lines[0].split(", ")[1] == "weights " + "ab" * 6
     assert "weights" not in replace(ONE, weights="+").line
 
 
@@ -59,10 +59,10 @@ def test_fingerprint_of_a_large_file_takes_samples_of_all_of_it(tmp_path: Path):
     path = tmp_path / "model.safetensors"
     with path.open("wb") as file:
         file.truncate(200 << 20)  # sparse: takes no room
-    found = {fingerprint(path)}
-    for place in (0, 70 << 20, 150 << 20, (200 << 20) - 1):
+    fingerprints = {fingerprint(path)}
+    for offset in (0, 70 << 20, 150 << 20, (200 << 20) - 1):
         with path.open("r+b") as file:
-            file.seek(place)
-            file.write(b"x" * (1 << 19) if place < 190 << 20 else b"x")
-        found.add(fingerprint(path))
-    assert len(found) == 5
+            file.seek(offset)
+            file.write(b"x" * (1 << 19) if offset < 190 << 20 else b"x")
+        fingerprints.add(fingerprint(path))
+    assert len(fingerprints) == 5

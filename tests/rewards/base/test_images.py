@@ -124,9 +124,9 @@ def test_reasons_of_bad_files(tmp_path: Path):
     assert "cannot be decoded (UnidentifiedImageError" in reason(tmp_path / "text.jpg")
     noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     for kind in ("png", "jpg", "webp"):
-        whole = tmp_path / f"whole.{kind}"
-        Image.fromarray(noise).save(whole)
-        (tmp_path / f"cut.{kind}").write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
+        uncut = tmp_path / f"whole.{kind}"
+        Image.fromarray(noise).save(uncut)
+        (tmp_path / f"cut.{kind}").write_bytes(uncut.read_bytes()[: uncut.stat().st_size // 2])
         assert "cannot be decoded" in reason(tmp_path / f"cut.{kind}")
 
 
@@ -168,17 +168,17 @@ def test_an_image_is_as_large_as_the_machine_bears(tmp_path: Path, monkeypatch):
     assert pixels_of(tmp_path / "wide.png") == 60_000
     monkeypatch.setenv("VISALIGN_MAX_PIXELS", "60000")
     assert load_images([tmp_path / "wide.png"]).valid.all()
-    for said in ("0", "many", "٣"):
-        monkeypatch.setenv("VISALIGN_MAX_PIXELS", said)
-        with pytest.raises(UserError, match=rf"VISALIGN_MAX_PIXELS is '{said}'; it is a number of pixels"):
+    for limit in ("0", "many", "٣"):
+        monkeypatch.setenv("VISALIGN_MAX_PIXELS", limit)
+        with pytest.raises(UserError, match=rf"VISALIGN_MAX_PIXELS is '{limit}'; it is a number of pixels"):
             load_images([tmp_path / "wide.png"])
 
 
 def test_the_memory_of_a_control_group_counts(monkeypatch):
-    whole = memory.machine_memory()
-    assert 0 < memory.free_memory() <= whole
-    said = {"memory.max": 1 << 20, "memory.current": 1 << 18}
-    monkeypatch.setattr(memory, "_of_group", lambda name, otherwise: said[name])
+    total = memory.machine_memory()
+    assert 0 < memory.free_memory() <= total
+    cgroup = {"memory.max": 1 << 20, "memory.current": 1 << 18}
+    monkeypatch.setattr(memory, "_of_group", lambda name, otherwise: cgroup[name])
     monkeypatch.setattr(memory, "machine_memory", memory.machine_memory.__wrapped__)
     assert memory.machine_memory() == 1 << 20 and memory.free_memory() == (1 << 20) - (1 << 18)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cache of scores: what is asked again, what is never mixed, damage, interruption, many writers."""
+"""The cache of scores: repeated requests, what is never mixed, damage, interruption, many writers."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Mean:
             for why, mean in zip(request.images.reasons, means.tolist(), strict=True)
         ]
         value = means * 255 + torch.tensor([float(len(prompt)) for prompt in request.prompts])
-        found = make_scores(value, reasons, self.unit, parts={"mean": means}, text=[p * 2 for p in prompts])
-        return Scores(**{**vars(found), "std": torch.where(found.valid, 0.5, torch.nan)})
+        scores = make_scores(value, reasons, self.unit, parts={"mean": means}, text=[p * 2 for p in prompts])
+        return Scores(**{**vars(scores), "std": torch.where(scores.valid, 0.5, torch.nan)})
 
 
 class Left:
@@ -145,9 +145,9 @@ def test_failures_are_not_kept_and_harm_no_other(tmp_path: Path):
     cached = CachedReward(reward, ScoreCache(tmp_path / "cache"))
     broken = tmp_path / "broken.png"
     broken.write_bytes(b"no image")
-    given = [paths[0], tmp_path / "none.png", broken, paths[0], broken]
+    images = [paths[0], tmp_path / "none.png", broken, paths[0], broken]
     for round_ in range(2):
-        scores = cached.score(given, ["a"] * 5)
+        scores = cached.score(images, ["a"] * 5)
         assert scores.valid.tolist() == [True, False, False, True, False]
         reasons = list(scores.reason or [])
         assert "no such image file" in str(reasons[1]) and "cannot be decoded" in str(reasons[2])
@@ -201,8 +201,8 @@ def test_a_killed_writer_leaves_a_whole_cache(tmp_path: Path):
         "connection.execute('INSERT INTO scores VALUES (?, ?, ?)', (one.digest, b'half', '{}'))\n"
         "os.kill(os.getpid(), 9)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=False)
-    assert done.returncode == -9
+    process = subprocess.run([sys.executable, "-c", code], check=False)
+    assert process.returncode == -9
     cache = ScoreCache(tmp_path)
     assert len(cache) == 1
     assert list(cache.get(Identity(judge="mean", model="none"), [b"k", b"half"])) == [b"k"]
@@ -264,7 +264,7 @@ def test_a_cached_reward_keeps_the_contract(tmp_path: Path):
 
 def test_content_of_every_form():
     image = Image.fromarray(PIXELS[0].permute(1, 2, 0).numpy())
-    digests = [content_digest(given) for given in (PIXELS[0], PIXELS[0].numpy(), image, PIXELS[1])]
+    digests = [content_digest(content) for content in (PIXELS[0], PIXELS[0].numpy(), image, PIXELS[1])]
     assert digests[0] == digests[1] and len(set(digests)) == 3
     assert content_digest(PIXELS[0].numpy().astype(np.float32)) != digests[0]
     turned = image.copy()
@@ -318,9 +318,9 @@ def test_a_step_in_the_middle_of_scoring_is_kept_for_neither(tmp_path: Path, kin
     name = "score" if kind == "reward" else "compare"
     plain = getattr(judge, name)
 
-    def stepping(*given: Any) -> Any:
+    def stepping(*arguments: Any) -> Any:
         judge.identity = Identity(judge=judge.name, model="none", weights=f"step {judge.asked}")
-        return plain(*given)
+        return plain(*arguments)
 
     setattr(judge, name, stepping)
     cache = ScoreCache(tmp_path)

@@ -32,8 +32,8 @@ def test_edit_score_asks_in_the_published_words():
     words_of = [digest(published_prompt(f"edit_score_{part}")) for part in ("following", "quality")]
     assert words_of == ["80bac216c8f7", "8249deba103d"]
     labelled = EditScore("http://localhost:1/v1", "tiny", labelled=True)
-    shown = [part.get("text", "")[:8] for part in labelled.template.messages[0]["content"]]
-    assert shown == ["<img1>: ", "", "<img2>: ", "", "You are "], "vision ids of Qwen2.5-VL's"
+    beginnings = [part.get("text", "")[:8] for part in labelled.template.messages[0]["content"]]
+    assert beginnings == ["<img1>: ", "", "<img2>: ", "", "You are "], "vision ids of Qwen2.5-VL's"
 
 
 def test_edit_score_is_the_root_of_the_smaller_numbers():
@@ -46,12 +46,12 @@ def test_edit_score_is_the_root_of_the_smaller_numbers():
 
     with serving(answer) as stub:
         judge = EditScore(stub.url, "tiny", **QUICK)
-        found = judge.score(bright(0.2, 0.4, 1), ["make it red"] * 3, [*SOURCES[:1], {}, *SOURCES[:1]])
-    assert found.value[0] == pytest.approx(math.sqrt(4 * 6)), "√(min(20, 10) · min(22.5, 15)) / 2.5"
-    parts = {key: float(held[0]) for key, held in found.parts.items()}
+        scores = judge.score(bright(0.2, 0.4, 1), ["make it red"] * 3, [*SOURCES[:1], {}, *SOURCES[:1]])
+    assert scores.value[0] == pytest.approx(math.sqrt(4 * 6)), "√(min(20, 10) · min(22.5, 15)) / 2.5"
+    parts = {key: float(values[0]) for key, values in scores.parts.items()}
     assert parts == {"prompt_following": 8, "consistency": 4, "perceptual_quality": 6}
-    assert found.valid.tolist() == [True, False, False] and found.reason is not None
-    assert 'no "source"' in str(found.reason[1]) and "30 is outside [0, 25]" in str(found.reason[2])
+    assert scores.valid.tolist() == [True, False, False] and scores.reason is not None
+    assert 'no "source"' in str(scores.reason[1]) and "30 is outside [0, 25]" in str(scores.reason[2])
 
 
 def test_passes_are_averaged_and_a_failed_one_is_left_out():
@@ -62,9 +62,9 @@ def test_passes_are_averaged_and_a_failed_one_is_left_out():
 
     with serving(answer) as stub:
         judge = EditScore(stub.url, "tiny", answers=4, temperature=0.7, **QUICK)
-        found = judge.score(bright(0.5), ["a"], SOURCES[:1])
-    assert found.value[0] == pytest.approx((10 + 0 + 8) / 3) and found.parts["readable"][0] == 0.75
-    assert found.std is not None and found.std[0] == pytest.approx(math.sqrt(28) / math.sqrt(3))
+        scores = judge.score(bright(0.5), ["a"], SOURCES[:1])
+    assert scores.value[0] == pytest.approx((10 + 0 + 8) / 3) and scores.parts["readable"][0] == 0.75
+    assert scores.std is not None and scores.std[0] == pytest.approx(math.sqrt(28) / math.sqrt(3))
 
 
 JUDGEMENT = """# Detailed Judgement
@@ -80,10 +80,10 @@ JUDGEMENT = """# Detailed Judgement
 
 
 def test_rational_rewards_asks_in_the_published_words():
-    asked: dict[Mode, str] = {"generation": "15fe536eeb56", "edit": "a7396bad9e43"}
-    for mode, wanted in asked.items():
+    digests: dict[Mode, str] = {"generation": "15fe536eeb56", "edit": "a7396bad9e43"}
+    for mode, expected in digests.items():
         system, user = RationalRewards("http://localhost:1/v1", "tiny", mode=mode).template.messages
-        assert digest(system["content"] + "".join(p.get("text", "<image>") for p in user["content"])) == wanted
+        assert digest(system["content"] + "".join(p.get("text", "<image>") for p in user["content"])) == expected
 
 
 def test_rational_rewards_averages_the_applicable_aspects():
@@ -94,11 +94,11 @@ def test_rational_rewards_averages_the_applicable_aspects():
 
     with serving(answer) as stub:
         judge = RationalRewards(stub.url, "tiny", **QUICK)
-        found = judge.score(bright(1, 0), ["a", "a"])
+        scores = judge.score(bright(1, 0), ["a", "a"])
         edits = RationalRewards(stub.url, "tiny", mode="edit", **QUICK).score(bright(1), ["a"], SOURCES[:1])
-    assert found.value[0] == pytest.approx((3.75 - 1) / 3), "5 is held at 4; N/A is left out"
-    assert found.parts["text_rendering"][0].isnan() and found.parts["physical_quality"][0] == 3.5
-    assert not found.valid[1] and "gives no score for Text Faithfulness, Physical" in str(found.reason)
+    assert scores.value[0] == pytest.approx((3.75 - 1) / 3), "5 is held at 4; N/A is left out"
+    assert scores.parts["text_rendering"][0].isnan() and scores.parts["physical_quality"][0] == 3.5
+    assert not scores.valid[1] and "gives no score for Text Faithfulness, Physical" in str(scores.reason)
     assert edits.value[0] == pytest.approx((9.5 / 3 - 1) / 3) and edits.parts["image_faithfulness"][0] == 4
 
 
@@ -115,12 +115,12 @@ def _rubric(body):
 def test_a_rubric_is_written_once_for_a_prompt_and_then_answered():
     with serving(_rubric) as stub:
         judge = Rubric(stub.url, "tiny", **QUICK)
-        found = judge.score(bright(0.2, 0.4, 0.6), ["a cat", "a cat", "a hard one"])
+        scores = judge.score(bright(0.2, 0.4, 0.6), ["a cat", "a cat", "a hard one"])
         again = judge.score(bright(1, 0), ["a cat"] * 2, [{"checklist": ["given?"]}, {"checklist": "given?"}])
-    assert found.value[:2].tolist() == pytest.approx([0.75, 0.75])
-    assert found.parts["questions"][0] == 2 and found.parts["least"][0] == pytest.approx(0.6)
-    assert found.text is not None and found.text[0] == "0.900 Is it a cat?\n0.600 Is it sharp?"
-    assert not found.valid[2] and "its checklist: the model wrote 0 questions" in str(found.reason)
+    assert scores.value[:2].tolist() == pytest.approx([0.75, 0.75])
+    assert scores.parts["questions"][0] == 2 and scores.parts["least"][0] == pytest.approx(0.6)
+    assert scores.text is not None and scores.text[0] == "0.900 Is it a cat?\n0.600 Is it sharp?"
+    assert not scores.valid[2] and "its checklist: the model wrote 0 questions" in str(scores.reason)
     assert sum(not sent_images(body) for body in stub.asked) == 2, "one list for each prompt"
     assert again.value[0] == pytest.approx(0.5) and "needed is a list of questions" in str(again.reason)
 

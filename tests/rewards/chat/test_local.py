@@ -28,15 +28,15 @@ def test_texts_equal_the_engines_and_a_cut_off_text_is_a_failure():
     engine = tiny_judge()
     queries = [Query(images=[image], prompt=prompt) for image, prompt in zip(IMAGES, PROMPTS, strict=True)]
     drawing = {"answers": 2, "seed": 3, "temperature": 1.0, "max_new_tokens": 4}
-    wanted = engine.generate(ONE, queries, **drawing)
-    found = LocalModel(engine, max_failure_rate=1.0).ask(ONE, queries, read=lambda said: said.text, **drawing)
-    for texts, ended, row in zip(wanted.texts, wanted.finished, found, strict=True):
-        for text, whole, one in zip(texts, ended, row, strict=True):
-            if whole and text.strip():
-                assert one == text
+    expected = engine.generate(ONE, queries, **drawing)
+    answers = LocalModel(engine, max_failure_rate=1.0).ask(ONE, queries, read=lambda reply: reply.text, **drawing)
+    for texts, ended, row in zip(expected.texts, expected.finished, answers, strict=True):
+        for text, finished, answer in zip(texts, ended, row, strict=True):
+            if finished and text.strip():
+                assert answer == text
             else:
-                assert isinstance(one, AnswerError)
-    assert not all(done for row in wanted.finished for done in row), "some answers are cut off"
+                assert isinstance(answer, AnswerError)
+    assert not all(finished for row in expected.finished for finished in row), "some answers are cut off"
 
 
 def test_yes_no_equals_reward_dance():
@@ -45,10 +45,10 @@ def test_yes_no_equals_reward_dance():
     template = replace(ONE, words={"yes": ("y",), "no": ("n",)})
     mine = YesNoServer(server=LocalModel(engine), template=template, top_logprobs=1000, min_mass=0.0)
     theirs = RewardDance(engine, template=template, min_mass=0.0)
-    found, wanted = mine.score(IMAGES, PROMPTS), theirs.score(IMAGES, PROMPTS)
-    assert found.valid.all()
-    torch.testing.assert_close(found.value, wanted.value, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(found.parts["mass"], wanted.parts["mass"], rtol=1e-4, atol=1e-5)
+    scores, expected = mine.score(IMAGES, PROMPTS), theirs.score(IMAGES, PROMPTS)
+    assert scores.valid.all()
+    torch.testing.assert_close(scores.value, expected.value, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(scores.parts["mass"], expected.parts["mass"], rtol=1e-4, atol=1e-5)
 
 
 def test_a_folder_is_loaded_in_this_process(tmp_path, monkeypatch):
@@ -56,9 +56,9 @@ def test_a_folder_is_loaded_in_this_process(tmp_path, monkeypatch):
     folder = save_tiny_seeing_model(tmp_path / "judge")
     options = {"max_new_tokens": 2, "max_failure_rate": 1.0, "max_tokens": 10**6, "min_pixels": 64}
     judge = UnifiedReward(model=str(folder), max_pixels=4096, **options)
-    found = judge.score(IMAGES, PROMPTS)
-    assert not found.valid.any() and found.reason is not None
-    assert all("cut off" in str(reason) or "gives no score" in str(reason) for reason in found.reason)
+    scores = judge.score(IMAGES, PROMPTS)
+    assert not scores.valid.any() and scores.reason is not None
+    assert all("cut off" in str(reason) or "gives no score" in str(reason) for reason in scores.reason)
     assert judge.identity.model == "judge" and judge.identity.weights.strip("+")
     pairs: Any = load_judge("unified_reward_pairs", model=str(folder), run_device="cpu", **options)
     assert pairs.compare(IMAGES, IMAGES[::-1], PROMPTS).valid.tolist() == [False] * 3

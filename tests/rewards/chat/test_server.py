@@ -46,8 +46,8 @@ def test_answers_come_in_the_order_of_the_questions():
         return chat(words(body))
 
     with serving(answer) as stub:
-        found = texts(client(stub.url), *(f"p{number}" for number in range(4)))
-    assert found == [f"What of p{number}?" for number in range(4)]
+        answers = texts(client(stub.url), *(f"p{number}" for number in range(4)))
+    assert answers == [f"What of p{number}?" for number in range(4)]
     assert stub.paths == ["/v1/chat/completions"] * 4
 
 
@@ -56,12 +56,12 @@ def test_images_are_sent_without_loss_and_equal_requests_once():
         server = client(stub.url)
         image = images(1)[0]
         repeated = [Query(images=[image], prompt="a"), Query(images=[image.clone()], prompt="a")]
-        found = server.ask(SHOW, [*repeated, Query(images=[1 - image], prompt="a")], read=lambda reply: reply.text)
-    assert found == [["yes"]] * 3
+        answers = server.ask(SHOW, [*repeated, Query(images=[1 - image], prompt="a")], read=lambda reply: reply.text)
+    assert answers == [["yes"]] * 3
     assert len(stub.asked) == 2
     sent = sorted((sent_images(body)[0] for body in stub.asked), key=lambda levels: int(levels[0, 0, 0]))
     levels = (image * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
-    assert any((one == levels).all() for one in sent) and any((one == 255 - levels).all() for one in sent)
+    assert any((pixels == levels).all() for pixels in sent) and any((pixels == 255 - levels).all() for pixels in sent)
 
 
 def test_the_body_overrides_the_servers_own_sampling_defaults():
@@ -117,33 +117,33 @@ def test_every_failure_costs_only_its_own_row():
     names = [name for failure in FAILURES for name in (failure, f"good {failure}")]
     with serving(answer) as stub:
         started = time.monotonic()
-        found = texts(client(stub.url, timeout=1.5, deadline=2.5, parallel=8), *names)
+        answers = texts(client(stub.url, timeout=1.5, deadline=2.5, parallel=8), *names)
         assert time.monotonic() - started < 30
-    for name, said in zip(names, found, strict=True):
+    for name, outcome in zip(names, answers, strict=True):
         if name in FAILURES:
-            assert isinstance(said, AnswerError), name
+            assert isinstance(outcome, AnswerError), name
             with pytest.raises(AnswerError, match=FAILURES[name][1]):
-                raise said
+                raise outcome
         else:
-            assert said == name
+            assert outcome == name
 
 
 def test_only_transient_failures_are_retried():
-    seen: dict[str, int] = {}
+    attempts: dict[str, int] = {}
 
     def answer(body):
         name = words(body)[8:-1]
-        seen[name] = seen.get(name, 0) + 1
-        if seen[name] > 2:
+        attempts[name] = attempts.get(name, 0) + 1
+        if attempts[name] > 2:
             return chat("at last")
         return {"busy": (503, "", {}), "limit": (429, "", {"Retry-After": "0"}), "shut": "!close"}.get(
             name, (400, "", {})
         )
 
     with serving(answer) as stub:
-        found = texts(client(stub.url, retries=2), "busy", "limit", "shut", "wrong")
-    assert found[:3] == ["at last"] * 3 and isinstance(found[3], AnswerError)
-    assert seen == {"busy": 3, "limit": 3, "shut": 3, "wrong": 1}
+        answers = texts(client(stub.url, retries=2), "busy", "limit", "shut", "wrong")
+    assert answers[:3] == ["at last"] * 3 and isinstance(answers[3], AnswerError)
+    assert attempts == {"busy": 3, "limit": 3, "shut": 3, "wrong": 1}
 
 
 def test_pauses_double_and_differ(monkeypatch):
@@ -167,10 +167,10 @@ def test_a_notebook_with_a_running_event_loop_can_ask():
         assert asyncio.run(inside()) == ["What of a?", "What of b?"]
 
 
-@pytest.mark.parametrize(("status", "said"), [(401, "api_key"), (404, "model")])
-def test_a_fatal_status_ends_the_call(status, said):
+@pytest.mark.parametrize(("status", "option"), [(401, "api_key"), (404, "model")])
+def test_a_fatal_status_ends_the_call(status, option):
     with serving(lambda body: (status, "no", {})) as stub:
-        with pytest.raises(RewardError, match=f"tiny: .*answered {status}.*{said}"):
+        with pytest.raises(RewardError, match=f"tiny: .*answered {status}.*{option}"):
             texts(client(stub.url, parallel=1), *(f"p{number}" for number in range(60)))
     assert len(stub.asked) < 60
 
@@ -197,9 +197,9 @@ def test_an_unreadable_answer_is_a_failure_and_a_refusal_is_named():
         raise AnswerError("no number")
 
     with serving(lambda body: chat("I'm sorry, but I can't rate it." if "sad" in words(body) else "hm")) as stub:
-        found = client(stub.url).ask(SHOW, asks("sad", "odd"), read=read)
-    assert str(found[0][0]) == "the judge refused: I'm sorry, but I can't rate it."
-    assert str(found[1][0]) == "no number"
+        answers = client(stub.url).ask(SHOW, asks("sad", "odd"), read=read)
+    assert str(answers[0][0]) == "the judge refused: I'm sorry, but I can't rate it."
+    assert str(answers[1][0]) == "no number"
 
 
 def test_an_answer_prefix_is_continued():
@@ -217,9 +217,9 @@ def test_an_answer_prefix_is_continued():
 def test_the_key_comes_from_the_environment(monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "secret")
     with serving(lambda body: (500, "no", {})) as stub:
-        found = texts(client(stub.url, api_key_env="JUDGE_KEY"), "a")
+        answers = texts(client(stub.url, api_key_env="JUDGE_KEY"), "a")
     assert stub.keys == ["Bearer secret"]
-    assert "secret" not in str(found[0])
+    assert "secret" not in str(answers[0])
     monkeypatch.delenv("JUDGE_KEY")
     with pytest.raises(RewardError, match="api_key_env is 'JUDGE_KEY', and there is no such variable"):
         client(stub.url, api_key_env="JUDGE_KEY")
@@ -229,8 +229,8 @@ def test_probabilities_of_equal_spellings_are_added():
     top = [{"token": "yes", "logprob": -1.0}, {"token": "yes", "logprob": -1.0}, {"token": "no", "logprob": -2.0}]
     sent = chat("yes", finish="length")
     sent["choices"][0]["logprobs"] = {"content": [{"token": "yes", "top_logprobs": top}]}
-    found = read_reply(sent, first_token_only=True).first_token
-    assert found["yes"] == pytest.approx(-1 + torch.tensor(2.0).log().item()) and found["no"] == -2
+    log_probs = read_reply(sent, first_token_only=True).first_token
+    assert log_probs["yes"] == pytest.approx(-1 + torch.tensor(2.0).log().item()) and log_probs["no"] == -2
 
 
 def test_content_in_parts():

@@ -41,8 +41,8 @@ def light(body) -> list[float]:
 
 
 def caption(body) -> str:
-    found = re.findall(r"Caption: \[(.*)\]", words(body))
-    return found[-1]
+    captions = re.findall(r"Caption: \[(.*)\]", words(body))
+    return captions[-1]
 
 
 def aspects(a: float, c: float, s: float) -> str:
@@ -56,23 +56,23 @@ def test_points_of_three_aspects():
 
     with serving(answer) as stub:
         judge = UnifiedReward(stub.url, "tiny", **QUICK)
-        found = judge.score(bright(0, 1, 0.2), ["a cat", "a cat", "a dog"])
+        scores = judge.score(bright(0, 1, 0.2), ["a cat", "a cat", "a dog"])
     assert isinstance(judge, PointwiseReward)
-    assert found.value[:2].tolist() == pytest.approx([2, 10 / 3])
-    assert found.valid.tolist() == [True, True, False] and math.isnan(found.value[2])
-    assert found.parts["alignment"][:2].tolist() == [1, 5] and found.parts["alignment"][2].isnan()
-    assert found.reason == [None, None, "the judge's text gives no score for alignment, coherence, style"]
-    assert found.text is not None and found.text[0].startswith("Alignment") and found.text[2] == ""
-    assert found.std is None and found.unit == "points from 1 to 5"
+    assert scores.value[:2].tolist() == pytest.approx([2, 10 / 3])
+    assert scores.valid.tolist() == [True, True, False] and math.isnan(scores.value[2])
+    assert scores.parts["alignment"][:2].tolist() == [1, 5] and scores.parts["alignment"][2].isnan()
+    assert scores.reason == [None, None, "the judge's text gives no score for alignment, coherence, style"]
+    assert scores.text is not None and scores.text[0].startswith("Alignment") and scores.text[2] == ""
+    assert scores.std is None and scores.unit == "points from 1 to 5"
 
 
 def test_final_score_its_spread_and_its_standard_error():
     with serving(lambda body: chat(f"Final Score: {(2, 3, 4, 9)[body['seed']]}")) as stub:
         judge = UnifiedReward(stub.url, "tiny", mode="final", answers=4, temperature=1.0, **QUICK)
-        found = judge.score(bright(0.5), ["a cat"])
-        assert found.value.tolist() == [3] and found.parts["readable"].tolist() == [0.75]
-        assert found.parts["spread"].tolist() == [1], "of 2, 3 and 4"
-        assert found.std is not None and found.std.tolist() == pytest.approx([1 / math.sqrt(3)])
+        scores = judge.score(bright(0.5), ["a cat"])
+        assert scores.value.tolist() == [3] and scores.parts["readable"].tolist() == [0.75]
+        assert scores.parts["spread"].tolist() == [1], "of 2, 3 and 4"
+        assert scores.std is not None and scores.std.tolist() == pytest.approx([1 / math.sqrt(3)])
         lonely = UnifiedReward(stub.url, "tiny", mode="final", answers=2, seed=2, temperature=1.0, **QUICK)
         lost = lonely.score(bright(0.5), ["a cat"])
     assert not lost.valid[0] and lost.std is not None and lost.std.isnan().all()
@@ -83,9 +83,9 @@ def test_unreadable_images_and_empty_prompts_are_not_sent(tmp_path):
     Image.new("L", (4, 4), 51).save(tmp_path / "a.png")
     with serving(lambda body: chat("Final Score: 2")) as stub:
         judge = UnifiedReward(stub.url, "tiny", mode="final", **QUICK)
-        found = judge.score([tmp_path / "a.png", tmp_path / "b.png", tmp_path / "a.png"], ["a", "a", " "])
-    assert found.valid.tolist() == [True, False, False]
-    assert "no such image file" in str(found.reason) and "empty" in str((found.reason or [])[2])
+        scores = judge.score([tmp_path / "a.png", tmp_path / "b.png", tmp_path / "a.png"], ["a", "a", " "])
+    assert scores.valid.tolist() == [True, False, False]
+    assert "no such image file" in str(scores.reason) and "empty" in str((scores.reason or [])[2])
     assert len(stub.asked) == 1
 
 
@@ -108,14 +108,14 @@ JUDGES = {
 def test_identity_changes_with_everything_that_changes_a_score():
     base = UnifiedReward("http://a", "m").identity
     assert base == UnifiedReward("http://b", "m").identity
-    others = [
+    variants = [
         UnifiedReward("http://a", "n").identity,
         UnifiedReward("http://a", "m", mode="final").identity,
         UnifiedReward("http://a", "m", template="Rate {prompt}").identity,
         UnifiedReward("http://a", "m", seed=1).identity,
         UnifiedReward("http://a", "m", extra={"top_k": 1}).identity,
     ]
-    assert len({base.digest, *(other.digest for other in others)}) == 6
+    assert len({base.digest, *(variant.digest for variant in variants)}) == 6
 
 
 def prefer_brighter(body) -> str:
@@ -154,9 +154,9 @@ def test_pairs_in_both_orders(mode, expected, bias):
     with serving(PAIR_ANSWERS[mode]) as stub:
         judge = load_judge("unified_reward_pairs", base_url=stub.url, model="tiny", mode=mode, **QUICK)
         assert isinstance(judge, PairwiseReward)
-        found = judge.compare(left, right, ["a cat"] * 3)
-    assert found.prob.tolist() == pytest.approx(expected, abs=2e-3) and found.valid.all()
-    assert found.parts["position_bias"].tolist() == pytest.approx(bias, abs=2e-3)
+        preferences = judge.compare(left, right, ["a cat"] * 3)
+    assert preferences.prob.tolist() == pytest.approx(expected, abs=2e-3) and preferences.valid.all()
+    assert preferences.parts["position_bias"].tolist() == pytest.approx(bias, abs=2e-3)
     # the second row is the first one turned: two requests for both, and one of equals
     assert len(stub.asked) == 3
 
@@ -178,14 +178,14 @@ DIGESTS = {
 
 def test_the_published_questions_are_asked_word_for_word():
     texts = {name: published_prompt(f"unified_reward_{name}") for name in DIGESTS}
-    found = {name: hashlib.sha256(text.encode()).hexdigest()[:12] for name, text in texts.items()}
-    assert found == DIGESTS
+    digests = {name: hashlib.sha256(text.encode()).hexdigest()[:12] for name, text in texts.items()}
+    assert digests == DIGESTS
     with serving(lambda body: chat("Image 1 is better")) as stub:
         UnifiedRewardPairs(stub.url, "tiny", both_orders=False, **QUICK).compare(bright(0.6), bright(0.2), ["a {cat}"])
         own = UnifiedRewardPairs(stub.url, "tiny", both_orders=False, template="Which? {prompt}", **QUICK)
         own.compare(bright(0.6), bright(0.2), ["a"])
-    wanted = (published_prompt("unified_reward_rank").replace("{prompt}", "a {cat}"), "Which? a")
-    for body, text in zip(stub.asked, wanted, strict=True):
+    expected = (published_prompt("unified_reward_rank").replace("{prompt}", "a {cat}"), "Which? a")
+    for body, text in zip(stub.asked, expected, strict=True):
         kinds = [part["type"] for part in body["messages"][0]["content"]]
         assert kinds == ["image_url", "image_url", "text"], "nothing between the images"
         assert words(body) == text
@@ -197,10 +197,10 @@ def test_version_2_scores_a_pair_by_aspects():
     text = "\n\n".join(f"{n} Score:\n Image 1: {v}\n Image 2: {1 - v}" for n, v in shares.items())
     with serving(lambda body: chat(text if "whole" in words(body) else text.split("\n\n")[0])) as stub:
         judge = UnifiedRewardPairs(stub.url, "tiny", mode="score", both_orders=False, **QUICK)
-        found = judge.compare(bright(0.6, 0.6), bright(0.2, 0.2), ["whole", "part"])
-    assert found.prob[0].item() == pytest.approx(1.41 / 3)
-    assert [found.parts[name.lower()][0].item() for name in names] == pytest.approx([0.9, 0.1, 0.41])
-    assert "gives no scores for coherence, style" in str((found.reason or [])[1])
+        preferences = judge.compare(bright(0.6, 0.6), bright(0.2, 0.2), ["whole", "part"])
+    assert preferences.prob[0].item() == pytest.approx(1.41 / 3)
+    assert [preferences.parts[name.lower()][0].item() for name in names] == pytest.approx([0.9, 0.1, 0.41])
+    assert "gives no scores for coherence, style" in str((preferences.reason or [])[1])
 
 
 def test_flex_counts_three_categories_by_name():
@@ -229,13 +229,13 @@ def test_edits_are_shown_behind_their_source():
         better = pairs.compare(bright(0.6, 0.6), bright(0.2, 0.2), ["darker"] * 2, [source, None])
         judge = UnifiedReward(stub.url, "tiny", mode="edit_following", **QUICK)
         missing = [source, {}, {"source": "nowhere.png"}]
-        found = judge.score(bright(0.6, 0.6, 0.6), ["darker"] * 3, missing)
+        scores = judge.score(bright(0.6, 0.6, 0.6), ["darker"] * 3, missing)
         quality = UnifiedReward(stub.url, "tiny", mode="edit_quality", **QUICK).score(bright(0.6), [""])
     assert better.prob[0] == 1 and better.valid.tolist() == [True, False]
-    assert found.value[0] == 20 and found.parts["success"][0] == 25 and found.unit == "points from 0 to 25"
-    assert found.valid.tolist() == [True, False, False] and found.reason is not None
-    assert found.reason[1] == 'its record has no "source", the image that was edited'
-    assert str(found.reason[2]).startswith("the source image: ")
+    assert scores.value[0] == 20 and scores.parts["success"][0] == 25 and scores.unit == "points from 0 to 25"
+    assert scores.valid.tolist() == [True, False, False] and scores.reason is not None
+    assert scores.reason[1] == 'its record has no "source", the image that was edited'
+    assert str(scores.reason[2]).startswith("the source image: ")
     assert quality.value[0] == 7.5 and quality.parts["no_artifacts"][0] == 15
     with pytest.raises(AnswerError, match="asked for is a list of 2 numbers"):
         listed_scores('{"score": [3]}')
@@ -248,22 +248,22 @@ def test_a_pair_needs_both_orders_and_both_images():
     images_left = [Image.new("RGB", (4, 4), "white"), "nowhere.png", Image.new("RGB", (4, 4), "white")]
     with serving(answer) as stub:
         judge = UnifiedRewardPairs(stub.url, "tiny", **QUICK)
-        found = judge.compare(images_left, [Image.new("RGB", (4, 4), "black")] * 3, ["a", "a", ""])
+        preferences = judge.compare(images_left, [Image.new("RGB", (4, 4), "black")] * 3, ["a", "a", ""])
         with pytest.raises(ValueError, match="1 images and 2 prompts"):
             judge.compare(bright(0.1), bright(0.1), ["a", "b"])
-    assert not found.valid.any() and found.prob.isnan().all()
+    assert not preferences.valid.any() and preferences.prob.isnan().all()
     parts = ("with the right image first: .*broke off", "the left image: no such", "prompt is empty")
-    for reason, part in zip(found.reason or [], parts, strict=True):
+    for reason, part in zip(preferences.reason or [], parts, strict=True):
         assert re.search(part, str(reason))
 
 
 def test_pairs_with_several_answers():
     with serving(lambda body: chat(f"Image {1 + (body['seed'] == 3)} is better")) as stub:
         judge = UnifiedRewardPairs(stub.url, "tiny", answers=4, temperature=1.0, **QUICK)
-        found = judge.compare(bright(0.6), bright(0.2), ["a"])
+        preferences = judge.compare(bright(0.6), bright(0.2), ["a"])
     # 3 of 4 for the first image in each order
-    assert found.prob.tolist() == [0.5] and found.parts["left_first"].tolist() == [0.75]
-    assert found.std is not None and found.std.tolist() == pytest.approx([math.sqrt(2 * 0.25 / 4) / 2])
+    assert preferences.prob.tolist() == [0.5] and preferences.parts["left_first"].tolist() == [0.75]
+    assert preferences.std is not None and preferences.std.tolist() == pytest.approx([math.sqrt(2 * 0.25 / 4) / 2])
 
 
 def test_lift():
@@ -273,32 +273,32 @@ def test_lift():
         return chat("Good, not Bad")
 
     with serving(answer) as stub:
-        found = Lift(stub.url, "tiny", **QUICK).score(bright(0.2, 0.8), ["a", "b"])
+        scores = Lift(stub.url, "tiny", **QUICK).score(bright(0.2, 0.8), ["a", "b"])
         own = Lift(stub.url, "tiny", questions={"motion": "Is it smooth?"}, **QUICK).score(bright(0.8), ["a"])
-    assert found.value[0].item() == pytest.approx((0.9 + 0.05) / 2)
-    assert found.parts["fidelity"][0].item() == pytest.approx(0.05)
-    assert not found.valid[1] and found.reason is not None
-    assert str(found.reason[1]).startswith("fidelity: the judge must state one of Good, Normal, Bad")
+    assert scores.value[0].item() == pytest.approx((0.9 + 0.05) / 2)
+    assert scores.parts["fidelity"][0].item() == pytest.approx(0.05)
+    assert not scores.valid[1] and scores.reason is not None
+    assert str(scores.reason[1]).startswith("fidelity: the judge must state one of Good, Normal, Bad")
     assert own.value.item() == pytest.approx(0.9) and list(own.parts) == ["motion"]
 
 
 def test_lift_spread():
     with serving(lambda body: chat(("Good", "Bad")[body["seed"]])) as stub:
-        found = Lift(stub.url, "tiny", answers=2, temperature=1.0, **QUICK).score(bright(0.2), ["a"])
+        scores = Lift(stub.url, "tiny", answers=2, temperature=1.0, **QUICK).score(bright(0.2), ["a"])
     error = 0.85 / math.sqrt(2) / math.sqrt(2)  # of two answers to one question; the value is the mean of two
-    assert found.std is not None and found.std.item() == pytest.approx(error * math.sqrt(2) / 2)
+    assert scores.std is not None and scores.std.item() == pytest.approx(error * math.sqrt(2) / 2)
 
 
 def test_grm_sums_votes_and_scales_for_those_that_fail():
-    said = {0: r"\boxed{4}", 1: r"\boxed{6}", 2: r"\boxed{8}", 3: "no score"}
-    with serving(lambda body: chat(said[body["seed"]])) as stub:
+    texts = {0: r"\boxed{4}", 1: r"\boxed{6}", 2: r"\boxed{8}", 3: "no score"}
+    with serving(lambda body: chat(texts[body["seed"]])) as stub:
         judge = DeepSeekGRM(stub.url, "tiny", answers=4, **QUICK)
-        found = judge.score(bright(0.5), ["a"])
+        scores = judge.score(bright(0.5), ["a"])
     assert judge.range == (4, 40) and judge.unit == "sum of 4 scores from 1 to 10"
-    assert found.value.tolist() == [24] and found.parts["mean"].tolist() == [6]
-    assert found.parts["votes"].tolist() == [3]
-    assert found.std is not None and found.std.tolist() == pytest.approx([4 * 2 / math.sqrt(3)])
-    assert set(found.parts) == {"mean", "votes", "readable", "spread"}
+    assert scores.value.tolist() == [24] and scores.parts["mean"].tolist() == [6]
+    assert scores.parts["votes"].tolist() == [3]
+    assert scores.std is not None and scores.std.tolist() == pytest.approx([4 * 2 / math.sqrt(3)])
+    assert set(scores.parts) == {"mean", "votes", "readable", "spread"}
 
 
 def test_the_meta_judge_keeps_the_best_samples():
@@ -314,17 +314,17 @@ def test_the_meta_judge_keeps_the_best_samples():
 
     with serving(answer) as stub:
         judge = DeepSeekGRM(stub.url, "tiny", answers=4, k_meta=2, **QUICK)
-        found = judge.score(bright(0.5), ["a"])
+        scores = judge.score(bright(0.5), ["a"])
         odds |= {"4": None, "6": None, "8": None}
         lost = judge.score(bright(0.5), ["a"])
-    assert found.value.tolist() == [12] and found.parts["votes"].tolist() == [2]
-    assert found.parts["meta"].tolist() == [1.5] and found.text == [r"critique \boxed{4}"]
+    assert scores.value.tolist() == [12] and scores.parts["votes"].tolist() == [2]
+    assert scores.parts["meta"].tolist() == [1.5] and scores.text == [r"critique \boxed{4}"]
     assert not lost.valid[0] and lost.reason is not None
     assert str(lost.reason[0]).startswith("the meta judge rated none of 4 samples: 4 of 4 answers failed")
 
 
 def test_yes_no_of_a_server():
-    said = {
+    log_probs = {
         "cat": {" Yes": math.log(0.6), "no": math.log(0.2), "Maybe": math.log(0.1)},
         "dog": {"yes": math.log(0.9), "The": math.log(0.05)},
         "cow": {"The": -0.1},
@@ -332,14 +332,14 @@ def test_yes_no_of_a_server():
         "hen": {},
     }
     with serving(
-        lambda body: chat("", finish="length", logprobs=said[words(body).split("Text: ")[1].split("\n")[0]])
+        lambda body: chat("", finish="length", logprobs=log_probs[words(body).split("Text: ")[1].split("\n")[0]])
     ) as stub:
         sent_images = bright(0.5).repeat(5, 1, 1, 1)
-        found = YesNoServer(stub.url, "tiny", **QUICK).score(sent_images, list(said))
-    assert found.valid.tolist() == [True, False, False, False, False]
-    assert found.value[0] == pytest.approx(math.log(3)) and found.parts["prob"][0] == pytest.approx(0.75)
+        scores = YesNoServer(stub.url, "tiny", **QUICK).score(sent_images, list(log_probs))
+    assert scores.valid.tolist() == [True, False, False, False, False]
+    assert scores.value[0] == pytest.approx(math.log(3)) and scores.parts["prob"][0] == pytest.approx(0.75)
     parts = ("no is not among 2", "neither yes nor no is among", "probability 0.05", "no top_logprobs")
-    for reason, part in zip((found.reason or [])[1:], parts, strict=True):
+    for reason, part in zip((scores.reason or [])[1:], parts, strict=True):
         assert part in str(reason)
     body = stub.asked[0]
     assert body["max_tokens"] == 1 and body["logprobs"] is True and body["top_logprobs"] == 20
@@ -355,9 +355,9 @@ def test_the_command_line_finds_the_server_in_the_environment(tmp_path: Path, mo
     with serving(lambda body: chat("y", finish="length", logprobs={"yes": -1.0, "no": -2.0})) as stub:
         for name, value in (("URL", stub.url), ("MODEL", "tiny"), ("KEY", "secret")):
             monkeypatch.setenv(f"VISALIGN_JUDGE_{name}", value)
-        done = CliRunner().invoke(app, command)
-    assert done.exit_code == 0 and stub.keys == ["Bearer secret"]
-    assert json.loads(done.stdout)[0]["value"] == pytest.approx(1)
+        result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0 and stub.keys == ["Bearer secret"]
+    assert json.loads(result.stdout)[0]["value"] == pytest.approx(1)
 
 
 @pytest.mark.parametrize(

@@ -26,14 +26,14 @@ BLIND = ("hp", "visual_quality_r1", "jpeg_size", "sharpness", "colourfulness")
 
 
 def judged(judge: Any, images: Any, prompts: list[str]) -> Scores | Preferences:
-    """What a judge says; a pairwise one compares every image with the last."""
+    """A judge's answer; a pairwise one compares every image with the last."""
     if isinstance(judge, PairwiseReward):
         return judge.compare(images, [images[-1]] * len(images), prompts)
     return judge.score(images, prompts)
 
 
-def numbers(said: Scores | Preferences) -> torch.Tensor:
-    return said.value if isinstance(said, Scores) else said.prob
+def numbers(judgements: Scores | Preferences) -> torch.Tensor:
+    return judgements.value if isinstance(judgements, Scores) else judgements.prob
 
 
 @pytest.fixture(scope="module")
@@ -63,31 +63,31 @@ LONG = {"long": "a red circle " * 3000, "one long word": "x" * 20000}
 def test_texts_cost_their_own_row_at_most(judges, name) -> None:
     judge, image = judges[name], images(1)[0]
     texts = [*TEXTS.values(), *BROKEN.values(), *LONG.values()]
-    said = judged(judge, [image] * (len(texts) + 1), [*texts, "a red circle"])
-    alone = judged(judge, [image], ["a red circle"])
-    torch.testing.assert_close(numbers(said)[-1:], numbers(alone), rtol=1e-6, atol=1e-6)
-    assert torch.isfinite(numbers(said)).tolist() == said.valid.tolist()
-    valid = dict(zip([*TEXTS, *BROKEN, *LONG], said.valid.tolist(), strict=False))
-    said_why = [str(given(said.reason)[row]) for row, kind in enumerate(TEXTS) if not valid[kind]]
-    assert all("answers neither yes nor no" in reason for reason in said_why)
-    assert len(said_why) <= 2, "a small model may have no answer to a text that it never saw"
+    judgements = judged(judge, [image] * (len(texts) + 1), [*texts, "a red circle"])
+    single = judged(judge, [image], ["a red circle"])
+    torch.testing.assert_close(numbers(judgements)[-1:], numbers(single), rtol=1e-6, atol=1e-6)
+    assert torch.isfinite(numbers(judgements)).tolist() == judgements.valid.tolist()
+    valid = dict(zip([*TEXTS, *BROKEN, *LONG], judgements.valid.tolist(), strict=False))
+    reasons = [str(given(judgements.reason)[row]) for row, kind in enumerate(TEXTS) if not valid[kind]]
+    assert all("answers neither yes nor no" in reason for reason in reasons)
+    assert len(reasons) <= 2, "a small model may have no answer to a text that it never saw"
     assert not any(valid[kind] for kind in BROKEN) if name in READ else all(valid.values())
-    for kind, row in ((kind, len(TEXTS) + 1 + place) for place, kind in enumerate(LONG)):
+    for kind, row in ((kind, len(TEXTS) + 1 + index) for index, kind in enumerate(LONG)):
         if name in READ and valid[kind]:
-            assert said.parts["cut"][row] == 1, "what was not read is said in the parts"
+            assert judgements.parts["cut"][row] == 1, "what was not read is said in the parts"
         elif name in READ:
-            assert "the model reads" in str(given(said.reason)[row])
+            assert "the model reads" in str(given(judgements.reason)[row])
 
 
 def broken_files(folder: Path) -> list[Any]:
     """Images that cannot be judged."""
-    whole = BytesIO()
-    to_pil(images(1)[0]).save(whole, "PNG")
+    png = BytesIO()
+    to_pil(images(1)[0]).save(png, "PNG")
     (folder / "text.png").write_text("no image")
     (folder / "nothing.png").write_bytes(b"")
-    (folder / "cut.png").write_bytes(whole.getvalue()[:200])
-    header = whole.getvalue()[:16] + (50_000).to_bytes(4, "big") * 2 + whole.getvalue()[24:29]
-    (folder / "bomb.png").write_bytes(header + crc32(header[12:]).to_bytes(4, "big") + whole.getvalue()[33:])
+    (folder / "cut.png").write_bytes(png.getvalue()[:200])
+    header = png.getvalue()[:16] + (50_000).to_bytes(4, "big") * 2 + png.getvalue()[24:29]
+    (folder / "bomb.png").write_bytes(header + crc32(header[12:]).to_bytes(4, "big") + png.getvalue()[33:])
     files = [folder / name for name in ("text.png", "nothing.png", "cut.png", "bomb.png", "missing.png")]
     return [*files, folder, Image.new("RGB", (0, 5)), torch.full((3, 8, 8), torch.nan)]
 
@@ -96,26 +96,26 @@ def broken_files(folder: Path) -> list[Any]:
 def test_images_that_cannot_be_read_cost_their_own_row(judges, name, tmp_path) -> None:
     judge, image = judges[name], images(1)[0]
     bad = broken_files(tmp_path)
-    said = judged(judge, [image, *bad, image], ["a red circle"] * (len(bad) + 2))
-    alone = numbers(judged(judge, [image], ["a red circle"]))[0]
-    assert said.valid.tolist() == [True, *[False] * len(bad), True]
-    assert numbers(said)[1:-1].isnan().all() and all(given(said.reason)[1:-1])
-    both = numbers(said)[[0, -1]]
-    torch.testing.assert_close(both, alone.expand(2), rtol=1e-6, atol=1e-6)
+    judgements = judged(judge, [image, *bad, image], ["a red circle"] * (len(bad) + 2))
+    single = numbers(judged(judge, [image], ["a red circle"]))[0]
+    assert judgements.valid.tolist() == [True, *[False] * len(bad), True]
+    assert numbers(judgements)[1:-1].isnan().all() and all(given(judgements.reason)[1:-1])
+    both = numbers(judgements)[[0, -1]]
+    torch.testing.assert_close(both, single.expand(2), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", [*READ, *BLIND])
 def test_one_rule_for_prompts_without_a_visible_character(judges, name) -> None:
     prompts = ["a red circle", "", " \n\t", "\u200b\u00a0\ufeff", "a blue square"]
-    said = judged(judges[name], images(5), prompts)
+    judgements = judged(judges[name], images(5), prompts)
     empty = [False, True, True, True, False]
     if name in READ:
-        assert said.valid.tolist() == [not one for one in empty]
-        assert numbers(said).isnan().tolist() == empty
-        reasons = [str(given(said.reason)[row]) for row in (1, 2, 3)]
+        assert judgements.valid.tolist() == [not blank for blank in empty]
+        assert numbers(judgements).isnan().tolist() == empty
+        reasons = [str(given(judgements.reason)[row]) for row in (1, 2, 3)]
         assert all("the prompt is empty, so there is nothing to compare" in reason for reason in reasons)
     else:
-        assert said.valid.all() and said.reason is not None and not any(said.reason)
+        assert judgements.valid.all() and judgements.reason is not None and not any(judgements.reason)
 
 
 @pytest.mark.parametrize("device", ["meta", "abacus"])

@@ -118,9 +118,9 @@ def factory(device: str):
 
 
 def test_judges_follow_the_device_of_the_run():
-    made: Any = load_reward(here("OnDevice"), run_device="cuda:7")
+    reward: Any = load_reward(here("OnDevice"), run_device="cuda:7")
     own: Any = load_reward(here("OnDevice"), run_device="cuda:7", device="cpu:0")
-    assert (made.device, own.device) == ("cuda:7", "cpu:0")
+    assert (reward.device, own.device) == ("cuda:7", "cpu:0")
     plain: Any = load_reward(here("OnDevice"))
     assert plain.device == "cpu"
     assert load_reward(here("factory"), run_device="cuda:7").score(IMAGES, PROMPTS).value.tolist() == [1] * 3
@@ -137,13 +137,13 @@ def test_a_file_may_hold_a_dataclass(tmp_path):
     )
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "mine.py").write_text("def f(images):\n    return [8.0] * len(images)\n")
-    known = set(sys.modules)
-    rewards = [load_reward(f"{tmp_path}/{place}:f") for place in ("mine.py", "other/mine.py")]
+    before = set(sys.modules)
+    rewards = [load_reward(f"{tmp_path}/{path}:f") for path in ("mine.py", "other/mine.py")]
     assert [reward.score(IMAGES, PROMPTS).value[0].item() for reward in rewards] == [7.0, 8.0]
     (tmp_path / "mine.py").write_text("import no_such_thing\n")
     with pytest.raises(RewardError, match="no_such_thing"):
         load_reward(f"{tmp_path}/mine.py:f")
-    added = set(sys.modules) - known
+    added = set(sys.modules) - before
     assert len(added) == 1 and "mine" not in added
     for name in added:
         del sys.modules[name]
@@ -230,9 +230,9 @@ def test_a_reward_that_ends_the_program_does_not():
 def test_a_file_that_cannot_be_imported_is_named_with_its_line(tmp_path, monkeypatch, source, message):
     (tmp_path / "torn.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    for place in (f"{tmp_path}/torn.py:f", "torn:f"):
+    for location in (f"{tmp_path}/torn.py:f", "torn:f"):
         with pytest.raises(RewardError, match=rf"torn.* cannot be imported[.:] {message}"):
-            load_reward(place)
+            load_reward(location)
         assert not [name for name in sys.modules if "visalign_user_torn" in name]
 
 

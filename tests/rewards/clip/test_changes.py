@@ -23,10 +23,10 @@ def base(tmp_path_factory):
     return save_tiny_clip(tmp_path_factory.mktemp("models") / "base")
 
 
-def moved(place, seed: int, names: str = "visual.transformer") -> Hp:
+def moved(folder, seed: int, names: str = "visual.transformer") -> Hp:
     """A judge whose tower was moved below the names that begin so, in steps that float16 holds."""
     torch.manual_seed(seed)
-    judge = Hp.untrained(place, widths=[8, 8, 8, 8, 1])
+    judge = Hp.untrained(folder, widths=[8, 8, 8, 8, 1])
     with torch.no_grad():
         for name, parameter in judge.module.encoder.model.named_parameters():
             if name.startswith(names):
@@ -42,9 +42,9 @@ def scores(judge: Hp) -> torch.Tensor:
 def test_what_is_read_again_is_what_was_saved(base, tmp_path):
     judge = moved(base, 1)
     judge.save(tmp_path / "fine", base=str(base))
-    kept = load_file(tmp_path / "fine" / CHANGES)
-    assert kept and all(name.startswith("visual.transformer") for name in kept)
-    assert {value.dtype for value in kept.values()} == {torch.float16}
+    changes = load_file(tmp_path / "fine" / CHANGES)
+    assert changes and all(name.startswith("visual.transformer") for name in changes)
+    assert {value.dtype for value in changes.values()} == {torch.float16}
     assert sorted(p.name for p in (tmp_path / "fine").iterdir()) == [BASE, CHANGES, "hp_head.safetensors"]
     read = Hp(tmp_path / "fine")
     torch.testing.assert_close(scores(read), scores(judge), rtol=1e-5, atol=1e-6)
@@ -81,12 +81,12 @@ def test_an_unchanged_tower_is_the_base_alone(base, tmp_path):
 def test_what_does_not_fit_is_named(base, tmp_path):
     fine = tmp_path / "fine"
     moved(base, 7).save(fine, base=str(base))
-    kept = load_file(fine / CHANGES)
-    first = next(iter(kept))
+    changes = load_file(fine / CHANGES)
+    first = next(iter(changes))
     wrong_sets = {
-        r"has no visual\.other": {**kept, "visual.other": torch.zeros(1)},
-        rf"has no {first} of that shape": {**kept, first: torch.zeros(2, 2, 2)},
-        f"1 of {len(kept)} tensors": {first: kept[first]},
+        r"has no visual\.other": {**changes, "visual.other": torch.zeros(1)},
+        rf"has no {first} of that shape": {**changes, first: torch.zeros(2, 2, 2)},
+        f"1 of {len(changes)} tensors": {first: changes[first]},
     }
     for message, tensors in wrong_sets.items():
         save_file(tensors, fine / CHANGES)

@@ -37,7 +37,7 @@ def test_old_and_new_end_token_ids(tmp_path, images):
     """eos_token_id 2 stands in old configs, where transformers pools at the largest id."""
     folder = save_tiny_transformers_clip(tmp_path / "clip", end=2)
     new = save_tiny_transformers_clip(tmp_path / "new")
-    left, right = (ClipScore(place).score(images, PROMPTS).value for place in (folder, new))
+    left, right = (ClipScore(path).score(images, PROMPTS).value for path in (folder, new))
     assert torch.equal(left, right)
 
 
@@ -50,14 +50,14 @@ def test_tokenizer_of_another_model_is_refused(tmp_path):
 def test_without_a_tokenizer_clips_own_is_used_if_the_vocabulary_is_clips(tmp_path):
     with pytest.raises(RewardError, match=r"holds no tokenizer.json, and 15 tokens are not CLIP's"):
         load_clip(save_tiny_transformers_clip(tmp_path / "small", tokenizer=False))
-    place = save_tiny_transformers_clip(tmp_path / "large", tokenizer=False, binary=True, vocabulary=49408, end=49407)
-    parts = load_clip(place)
+    path = save_tiny_transformers_clip(tmp_path / "large", tokenizer=False, binary=True, vocabulary=49408, end=49407)
+    parts = load_clip(path)
     assert parts.end == 49407
     assert parts.tokenizer(["hello " * 50]).shape == (1, CONTEXT)
     # as transformers' CLIPTokenizer reads the published files: HTML stays; open_clip undoes it
     ids = parts.tokenizer(["Tom &amp; Jerry"])[0].tolist()
     assert ids[: ids.index(49407)] == [49406, 2435, 261, 6259, 282, 9164]
-    ids = load_fine_tuned_clip(place / "pytorch_model.bin").tokenizer(["Tom &amp; Jerry"])[0].tolist()
+    ids = load_fine_tuned_clip(path / "pytorch_model.bin").tokenizer(["Tom &amp; Jerry"])[0].tolist()
     assert ids[: ids.index(49407)] == [49406, 2435, 261, 9164], "ICTHP's evaluation uses open_clip's"
 
 
@@ -87,7 +87,7 @@ def test_shards(folder, tmp_path, images):
         save_file({key: state[key] for key in keys}, copy / file)
     index = {"weight_map": {key: file for file, keys in parts.items() for key in keys}}
     (copy / "model.safetensors.index.json").write_text(json.dumps(index))
-    left, right = (ClipScore(place).score(images, PROMPTS).value for place in (folder, copy))
+    left, right = (ClipScore(path).score(images, PROMPTS).value for path in (folder, copy))
     assert torch.equal(left, right)
     (copy / "b.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"no weight file .*b\.safetensors"):
@@ -109,9 +109,9 @@ def test_preprocessing_that_is_not_offered(folder, tmp_path, processor, message)
 
 
 def test_preprocessing_is_read_from_either_file(folder, tmp_path):
-    said = {"size": {"height": 32, "width": 32}, "resample": 2, "image_mean": [0.1] * 3, "image_std": [0.2] * 3}
+    settings = {"size": {"height": 32, "width": 32}, "resample": 2, "image_mean": [0.1] * 3, "image_std": [0.2] * 3}
     copy = shutil.copytree(folder, tmp_path / "copy")
-    (copy / "processor_config.json").write_text(json.dumps({"image_processor": {**said, "crop_size": 32}}))
+    (copy / "processor_config.json").write_text(json.dumps({"image_processor": {**settings, "crop_size": 32}}))
     preprocess = load_clip(copy).preprocess
     assert (preprocess["resize_mode"], preprocess["interpolation"]) == ("squash", "bilinear")
     assert preprocess["mean"] == [0.1] * 3

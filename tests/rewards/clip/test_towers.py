@@ -33,12 +33,12 @@ def images() -> torch.Tensor:
 
 
 def count_encoded(towers: ClipTowers, monkeypatch) -> dict[str, int]:
-    seen = {"image": 0, "text": 0}
+    counts = {"image": 0, "text": 0}
     encoder = towers.encoder
     image, text = encoder.encode_image, encoder.encode_text
-    monkeypatch.setattr(encoder, "encode_image", lambda x: seen.update(image=seen["image"] + len(x)) or image(x))
-    monkeypatch.setattr(encoder, "encode_text", lambda x: seen.update(text=seen["text"] + len(x)) or text(x))
-    return seen
+    monkeypatch.setattr(encoder, "encode_image", lambda x: counts.update(image=counts["image"] + len(x)) or image(x))
+    monkeypatch.setattr(encoder, "encode_text", lambda x: counts.update(text=counts["text"] + len(x)) or text(x))
+    return counts
 
 
 def test_score_equals_transformers_own_pipeline(folder, images):
@@ -60,26 +60,26 @@ def test_score_equals_transformers_own_pipeline(folder, images):
 
 def test_each_image_and_prompt_is_encoded_once_and_kept(folder, images, monkeypatch):
     reward = ClipScore(folder)
-    seen = count_encoded(reward.towers, monkeypatch)
+    counts = count_encoded(reward.towers, monkeypatch)
     pairs = [(i, p) for i in range(3) for p in PROMPTS[:2]]
     first = reward.score([images[i] for i, _ in pairs], [p for _, p in pairs])
-    assert seen == {"image": 3, "text": 2}
+    assert counts == {"image": 3, "text": 2}
     again = reward.score([to_pil(images[i]) for i, _ in pairs], [p for _, p in pairs])
-    assert seen == {"image": 3, "text": 2} and torch.equal(first.value, again.value)
+    assert counts == {"image": 3, "text": 2} and torch.equal(first.value, again.value)
     reward.score(images[:2].flip(3), PROMPTS[:2])
-    assert seen == {"image": 5, "text": 2}
+    assert counts == {"image": 5, "text": 2}
 
 
 def test_the_cache_keeps_to_its_bytes(folder, images, monkeypatch):
     row = SIZES["embed"] * 4
     reward = ClipScore(folder, cache_bytes=2 * row)
-    seen = count_encoded(reward.towers, monkeypatch)
+    counts = count_encoded(reward.towers, monkeypatch)
     reward.score(images, PROMPTS)
     assert reward.towers.images.bytes == 2 * row and len(reward.towers.images) == 2
     reward.score(images[[3]], PROMPTS[:1])
-    assert seen["image"] == 4
+    assert counts["image"] == 4
     reward.score(images[[0]], PROMPTS[:1])
-    assert seen["image"] == 5
+    assert counts["image"] == 5
 
 
 def test_a_changed_weight_empties_the_cache(folder, images):

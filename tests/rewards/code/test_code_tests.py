@@ -67,8 +67,8 @@ def test_completions_without_code_score_zero():
     scores = CodeTests(after="</think>", limits=QUICK).score(texts, ["?"] * 4, [record] * 4)
     assert scores.value.tolist() == [0, 0, 0, 1]
     assert scores.text is not None and list(scores.text[:3]) == ["no </think>", *["no closed code block"] * 2]
-    whole = CodeTests(whole=True, limits=QUICK)
-    assert whole.score(["x = 1", "```python\nx = 1"], ["?"] * 2, [record] * 2).value.tolist() == [1, 0]
+    whole_text = CodeTests(whole=True, limits=QUICK)
+    assert whole_text.score(["x = 1", "```python\nx = 1"], ["?"] * 2, [record] * 2).value.tolist() == [1, 0]
 
 
 @BUBBLEWRAP
@@ -130,6 +130,7 @@ def test_programs_read_stdin_and_print():
         *([], {}, 3, [3], ["assert ("], [{"stdin": "1"}], [{"call": "f"}]),
         *([{"call": "f", "args": 3, "expected": 1}], [{"call": "f", "args": [{1}], "expected": 1}]),
         {"inputs": [1], "outputs": []},
+        *(["f(2) == 4"], [""], ["x = f(2)"], "def check(f):\n    assert f(2) == 4\n"),  # nothing is checked
     ],
 )
 def test_tests_that_cannot_be_read_are_no_score(tests, monkeypatch):
@@ -181,6 +182,24 @@ def test_threads_may_read_tests_at_once():
         gc.callbacks.remove(switch)
 
 
+@BUBBLEWRAP
+def test_setups_and_layouts_as_datasets_have_them():
+    cases = {
+        "from __future__ import annotations\ndef f(x: int) -> int: return 2 * x": ["assert f(4) == 8"],
+        "def f(x): return sqrt(x)": ["assert f(4) == 2"],
+        "def f(s): return s[::-1]": {"fn_name": "f", "inputs": [["abc"], ["ab"]], "outputs": [["cba"], "ba"]},
+        "class Solution:\n    def f(self, a, b): return a + b": {"fn_name": "f", "inputs": [[1, 2]], "outputs": [3]},
+    }
+    records = [{"tests": tests, "setup": ["import math", "from math import sqrt"]} for tests in cases.values()]
+    texts = [f"```python\n{code}\n```" for code in cases]
+    reward = CodeTests(setup_field="setup", limits=QUICK)
+    assert reward.score(texts, ["?"] * 4, records).value.tolist() == [1, 1, 1, 1]
+    bad = [{"tests": {"fn_name": "f", "inputs": [["abc"]], "outputs": ["c"]}, "setup": 3}, records[3]]
+    scores = reward.score([texts[2], texts[2]], ["?"] * 2, bad)
+    assert scores.valid.tolist() == [False, True] and scores.value[1] == 0
+    assert "give source as text" in str(scores.reason)
+
+
 LIAR = "class E:\n    __eq__ = lambda *_: True\n    __repr__ = lambda _: '4'\n"
 
 
@@ -196,8 +215,8 @@ LIAR = "class E:\n    __eq__ = lambda *_: True\n    __repr__ = lambda _: '4'\n"
     ],
 )
 def test_code_that_breaks_or_lies_fails_with_its_reason(code, remark):
-    value, found = judge(code, ["assert f() == 4"])
-    assert value == 0 and remark in found
+    value, comment = judge(code, ["assert f() == 4"])
+    assert value == 0 and remark in comment
 
 
 @BUBBLEWRAP
@@ -249,12 +268,12 @@ def test_without_bubblewrap_nothing_is_run(monkeypatch):
 
 
 def test_a_server_runs_the_code_instead():
-    asked = []
+    requests = []
 
     class Server(BaseHTTPRequestHandler):
         def do_POST(self):
             request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            asked.append(request)
+            requests.append(request)
             result = {"status": "Finished", "return_code": 0, "stdout": "3\n", "stderr": ""}
             if "sleep" in request["code"]:
                 result = {"status": "TimeLimitExceeded", "return_code": None, "stdout": "", "stderr": ""}
@@ -277,7 +296,7 @@ def test_a_server_runs_the_code_instead():
         assert judge("sleep", tests, url=url)[1] == "0 of 1 passed; test 1: the time was over"
         assert "failed: 'no disk'" in str(judge("break", tests, url=url)[0])
         server.shutdown()
-    assert asked[0]["stdin"] == "1 2" and asked[0]["run_timeout"] == 3 and asked[0]["memory_limit_MB"] == 256
+    assert requests[0]["stdin"] == "1 2" and requests[0]["run_timeout"] == 3 and requests[0]["memory_limit_MB"] == 256
     assert "gave no result: ConnectError" in str(judge("print(3)", tests, url="http://127.0.0.1:9/run_code")[0])
 
 

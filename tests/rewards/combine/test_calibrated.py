@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores as places among a reference: by hand, turned round, with deviations, in a sum; what is refused."""
+"""Scores as places among a reference: by hand, reversed, with deviations, in a sum; what is refused."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def test_quantiles_by_hand():
 
 def test_probability_better_than_the_reference_by_hand():
     own = [0.1, 0.2, 0.1, 0.3]
-    found = places(Brightness(std=0.2), [0.5], std=own)[0]
+    value = places(Brightness(std=0.2), [0.5], std=own)[0]
     expected = [norm.cdf((0.5 - r) / math.hypot(0.2, s)) for r, s in zip(REFERENCE, own, strict=True)]
-    assert found == pytest.approx(sum(expected) / 4, abs=1e-3)  # 0.5 is rounded to 8 bits
+    assert value == pytest.approx(sum(expected) / 4, abs=1e-3)  # 0.5 is rounded to 8 bits
 
 
 def test_units_agree_and_may_be_added():
@@ -52,19 +52,19 @@ def test_units_agree_and_may_be_added():
 
 
 def test_it_is_a_reward_like_any_other(tmp_path: Path):
-    made = Calibrated(load_reward("sharpness"), [10.0, 200.0, 9000.0], scale="quantile")
-    check_reward(made)
-    made.save(tmp_path / "r.json")
+    calibrated = Calibrated(load_reward("sharpness"), [10.0, 200.0, 9000.0], scale="quantile")
+    check_reward(calibrated)
+    calibrated.save(tmp_path / "r.json")
     again = load_judge("calibrated", reward="sharpness", reference=str(tmp_path / "r.json"), scale="quantile")
     assert isinstance(again, Calibrated) and again.name == "sharpness_quantile"
-    assert again.identity is not None and made.identity is not None
-    assert again.identity.digest == made.identity.digest
+    assert again.identity is not None and calibrated.identity is not None
+    assert again.identity.digest == calibrated.identity.digest
     assert Calibrated("jpeg_size", [1.0, 2.0], quality=50).reward.quality == 50  # type: ignore[attr-defined]
 
 
 def test_failures_stay_failures():
-    made = Calibrated(Brightness(), REFERENCE)
-    scores = made.score(["none.png"], ["p"])
+    calibrated = Calibrated(Brightness(), REFERENCE)
+    scores = calibrated.score(["none.png"], ["p"])
     assert not scores.valid[0] and scores.value.isnan().all() and "no such image" in str(scores.reason)
     unsure = Calibrated(Brightness(std=math.nan), REFERENCE).score(grey([0.5]), ["p"])
     assert not unsure.valid[0] and "without its standard deviation" in str((unsure.reason or [""])[0])
@@ -92,7 +92,7 @@ def test_an_unreadable_reference_is_named(tmp_path: Path):
 
 
 def points(*values: float) -> FunctionReward:
-    """A judge of quality that says these."""
+    """A judge of quality with these scores."""
     return FunctionReward(lambda images, prompts: list(values), name="points", range=(1, 5))
 
 
@@ -105,8 +105,8 @@ def test_corrected_by_hand_and_failures_are_no_scores() -> None:
 
 
 def test_corrected_takes_names_and_refuses_what_it_cannot_correct() -> None:
-    named = load_reward("corrected", reward="shapes_verifier", quality=points(4), options={"mode": "mixed"})
-    assert named.score(torch.zeros(1, 3, 64, 64), ["a red circle"]).parts.keys() == {"reward", "quality"}
+    corrected = load_reward("corrected", reward="shapes_verifier", quality=points(4), options={"mode": "mixed"})
+    assert corrected.score(torch.zeros(1, 3, 64, 64), ["a red circle"]).parts.keys() == {"reward", "quality"}
     lower = FunctionReward(lambda images, prompts: [0.0], name="faults", higher_is_better=False)
     for reward, quality, part in (
         (lower, points(4), "reward is faults"),

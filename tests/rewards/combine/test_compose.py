@@ -19,7 +19,7 @@ PROMPTS = ["p"] * 4
 
 
 def fixed(values, **options) -> FunctionReward:
-    """A reward that answers the same numbers to any four images."""
+    """A reward that gives any four images the same numbers."""
     return FunctionReward(lambda images: values, name="fixed", **{"unit": "points", **options})
 
 
@@ -119,7 +119,7 @@ def test_refused(rewards, options, message):
 
 
 class Answering(JpegSize):
-    """Returns what it is told to."""
+    """Returns or raises its given answer."""
 
     def __init__(self, answer) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ def answer(value, **fields) -> Scores:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("response", "message"),
     [
         (KeyError("gpu lost"), r"Reward 'mine' raised KeyError: 'gpu lost'.* For a sample"),
         ([1.0] * 4, r"Reward 'mine' returned a list; it must return a visalign\.interfaces\.Scores"),
@@ -147,9 +147,9 @@ def answer(value, **fields) -> Scores:
         (RewardError("my own words"), "^my own words$"),
     ],
 )
-def test_a_reward_that_breaks_its_contract_is_named(given, message):
+def test_a_reward_that_breaks_its_contract_is_named(response, message):
     with pytest.raises(RewardError, match=message):
-        total({"mine": (Answering(given), 1.0)})
+        total({"mine": (Answering(response), 1.0)})
 
 
 @pytest.mark.parametrize("normalise", ["none", "batch"])

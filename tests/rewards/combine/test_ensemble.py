@@ -50,8 +50,8 @@ def test_a_deviation_that_is_not_known_is_no_certainty() -> None:
     assert scores.value.tolist() == [1] and bool(scores.valid[0])
     assert scores.std is not None and bool(scores.std.isnan()[0])
     assert bool(scores.parts["aleatoric"].isnan()[0]) and scores.parts["epistemic"].tolist() == [0.5]
-    known = Ensemble({"a": Fixed(1, std=0.3), "c": Fixed(3)}).score(grey([0.5]), ["p"])
-    assert known.parts["aleatoric"].tolist() == pytest.approx([0.3 / math.sqrt(2)])
+    complete = Ensemble({"a": Fixed(1, std=0.3), "c": Fixed(3)}).score(grey([0.5]), ["p"])
+    assert complete.parts["aleatoric"].tolist() == pytest.approx([0.3 / math.sqrt(2)])
 
 
 def test_aggregations_by_hand() -> None:
@@ -127,9 +127,9 @@ def test_identities_follow_members_and_rules() -> None:
         UncertaintyUsed(Named("n", std=0.1)),
         UncertaintyUsed(Named("m", std=0.1), strength=2.0),
     ]
-    assert len({one.identity.digest for one in used if one.identity is not None}) == 3
-    others = UncertaintyUsed(Named("m", std=0.1), how="bhattacharyya")
-    assert others.identity is None and others.capabilities.needs_batch
+    assert len({reward.identity.digest for reward in used if reward.identity is not None}) == 3
+    bhattacharyya = UncertaintyUsed(Named("m", std=0.1), how="bhattacharyya")
+    assert bhattacharyya.identity is None and bhattacharyya.capabilities.needs_batch
 
 
 def test_ensembles_keep_the_contract() -> None:

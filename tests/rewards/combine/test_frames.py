@@ -26,9 +26,9 @@ def test_the_mean_of_evenly_spaced_frames_by_hand():
         3: [0.6, 0.5, 0.2],  # 1, 3, 5
         9: [0.5, 0.5, 0.2],
     }.items():
-        found = Frames(Brightness(), frames).score(clips, ["p"] * 3)
-        assert found.value.tolist() == pytest.approx(expected, abs=2e-3), frames
-        assert found.parts["frames"].tolist() == [min(frames, 6), 1, min(frames, 3)]
+        scores = Frames(Brightness(), frames).score(clips, ["p"] * 3)
+        assert scores.value.tolist() == pytest.approx(expected, abs=2e-3), frames
+        assert scores.parts["frames"].tolist() == [min(frames, 6), 1, min(frames, 3)]
     ends = Frames(Brightness(), 2).score(clips, ["p"] * 3).parts
     assert ends["lowest"].tolist() == pytest.approx([0.2, 0.5, 0.0], abs=2e-3)
     assert ends["highest"].tolist() == pytest.approx([0.8, 0.5, 0.4], abs=2e-3)
@@ -64,24 +64,24 @@ def test_an_animation_is_a_clip_and_is_left_as_it_was(tmp_path: Path):
     expected = judge.score([shades], ["p"]).value
     with Image.open(tmp_path / "a.gif") as opened:
         opened.seek(3)
-        found = judge.score([tmp_path / "a.gif", opened], ["p"] * 2)
+        scores = judge.score([tmp_path / "a.gif", opened], ["p"] * 2)
         assert opened.tell() == 3
-    assert found.value.tolist() == pytest.approx([float(expected)] * 2, abs=1e-6)
-    kept = CachedReward(Frames("sharpness", 2), ScoreCache(tmp_path / "cache"))
+    assert scores.value.tolist() == pytest.approx([float(expected)] * 2, abs=1e-6)
+    cached = CachedReward(Frames("sharpness", 2), ScoreCache(tmp_path / "cache"))
     for last in (0, 255):  # the same first frame, another clip
         shades[-2].putpixel((2, 2), (last, 0, 0))
         shades[0].save(tmp_path / "b.gif", save_all=True, append_images=shades[1:])
         with Image.open(tmp_path / "b.gif") as opened:
-            scored = kept.score([opened], ["p"]).value
-        assert torch.equal(scored, kept.score([tmp_path / "b.gif"], ["p"]).value)
+            scored = cached.score([opened], ["p"]).value
+        assert torch.equal(scored, cached.score([tmp_path / "b.gif"], ["p"]).value)
 
 
 def test_frames_that_cannot_be_judged_cost_their_clip_alone(tmp_path: Path):
     clips = [grey([0.1, 0.3]), [tmp_path / "none.png", Image.new("RGB", (4, 4))], grey([0.5])]
-    found = Frames(Brightness(), 2).score(clips, ["p"] * 3)
-    assert found.valid.tolist() == [True, False, True] and found.reason is not None
-    assert found.reason[1] is not None and found.reason[1].startswith("frame 0: no such image file")
-    assert found.parts["lowest"].isnan().tolist() == [False, True, False]
+    scores = Frames(Brightness(), 2).score(clips, ["p"] * 3)
+    assert scores.valid.tolist() == [True, False, True] and scores.reason is not None
+    assert scores.reason[1] is not None and scores.reason[1].startswith("frame 0: no such image file")
+    assert scores.parts["lowest"].isnan().tolist() == [False, True, False]
     flaky = load_reward(f"{__file__}:dark_fails", unit="1")
     partly = Frames(flaky, 2).score([grey([0.9, 0.1]), grey([0.9])], ["p"] * 2)
     assert partly.valid.tolist() == [False, True] and partly.reason is not None
@@ -99,14 +99,14 @@ def test_clips_in_sums_and_caches(tmp_path: Path):
     assert total.value.tolist() == pytest.approx([1.6, 1.6], abs=5e-3) and "two.frames" in total.parts
     with pytest.raises(ValueError, match=r"clips and of images: bare takes no clip\. Let the reward 'frames'"):
         WeightedSum({**terms, "bare": (Brightness(), 1.0)})
-    kept = CachedReward(Frames("sharpness", 2), ScoreCache(tmp_path / "cache"))
+    cached = CachedReward(Frames("sharpness", 2), ScoreCache(tmp_path / "cache"))
     paths = [tmp_path / "a.png", tmp_path / "b.png"]
-    seen = []
+    values = []
     for level in (40, 200):  # the same names, other pixels
         for at, path in enumerate(paths):
             Image.effect_noise((8, 8), level * (at + 1)).save(path)
-        seen.append(float(kept.score([paths], ["p"]).value))
-    assert kept.capabilities.takes_clips and seen[0] != seen[1]
+        values.append(float(cached.score([paths], ["p"]).value))
+    assert cached.capabilities.takes_clips and values[0] != values[1]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards for some records alone: their rows, their place in a sum and its scales, what is refused."""
+"""Rewards for some records only: their rows, their place in a sum and its scales, what is refused."""
 
 from typing import Any
 

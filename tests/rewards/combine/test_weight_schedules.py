@@ -69,8 +69,8 @@ def test_a_schedule_at_its_zero_drops_no_sample(allow_missing: bool) -> None:
 def test_a_resumed_text_run_has_the_weights_of_an_uninterrupted_one(algorithm: str, tmp_path: Any) -> None:
     reward = _sum(WeightedTextSum, Letters("a"), Letters("e"), FADING)
     more = {"dynamic": {}} if algorithm == "gdpo" else {}
-    whole, _ = check_resume(partial(toy_text_trainer, algorithm=algorithm, reward=reward, **more), tmp_path, 1, 3)
-    assert [row["reward_part/b.weight"] for row in whole[2]] == pytest.approx([1, 0.8, 0.6])
+    outcome, _ = check_resume(partial(toy_text_trainer, algorithm=algorithm, reward=reward, **more), tmp_path, 1, 3)
+    assert [row["reward_part/b.weight"] for row in outcome[2]] == pytest.approx([1, 0.8, 0.6])
 
 
 @pytest.mark.parametrize("algorithm", ["flow_grpo", "diffusion_nft", "draft"])

@@ -17,19 +17,19 @@ RECORDS = [{"source": images()[3]}] * 4
 
 
 def test_the_published_words() -> None:
-    found = [hashlib.sha256(q.messages[0]["content"][2]["text"].encode()).hexdigest()[:12] for q in QUESTIONS]
-    assert found == ["9b25bbc2775f", "c9f328f27cfc"]
+    digests = [hashlib.sha256(q.messages[0]["content"][2]["text"].encode()).hexdigest()[:12] for q in QUESTIONS]
+    assert digests == ["9b25bbc2775f", "c9f328f27cfc"]
 
 
 def test_an_edit_needs_its_source_and_heads_are_two(tmp_path) -> None:
     judge, _ = edit_reward(tmp_path)
-    found = judge.score(images(), ["a", "a", "a", " "], [{}, {"source": "none.png"}, *RECORDS[2:]])
-    assert found.valid.tolist() == [False, False, True, False] and found.reason is not None
-    assert 'no "source"' in str(found.reason[0]) and "no such image file" in str(found.reason[1])
-    both = (found.parts["following"][2] + found.parts["quality"][2]) / 2
-    assert found.value[2] == pytest.approx(float(both)) and found.std is not None and found.std[2] > 0
+    scores = judge.score(images(), ["a", "a", "a", " "], [{}, {"source": "none.png"}, *RECORDS[2:]])
+    assert scores.valid.tolist() == [False, False, True, False] and scores.reason is not None
+    assert 'no "source"' in str(scores.reason[0]) and "no such image file" in str(scores.reason[1])
+    both = (scores.parts["following"][2] + scores.parts["quality"][2]) / 2
+    assert scores.value[2] == pytest.approx(float(both)) and scores.std is not None and scores.std[2] > 0
     other = judge.score(images()[2:3], ["a"], [{"source": images()[0]}])
-    assert other.value[0] != found.value[2], "the source is seen"
+    assert other.value[0] != scores.value[2], "the source is seen"
     check_reward(judge, images=torch.rand(3, 3, 16, 16), prompts=["a", "b", "c"], metadata=RECORDS[:3], tolerance=1e-4)
     (tmp_path / "one").mkdir()
     state = load_file(tmp_path / "model.safetensors")

@@ -47,8 +47,8 @@ def test_the_score_is_the_head_at_the_reward_token(shared) -> None:
         assert encoded.ids.count(token) == 1 and encoded.ids[-1] == token
         embeds = model.get_input_embeddings()(ids).clone()
         patches = shared.engine.network.images.cutter.cut(encoded.images[0].pixels)  # type: ignore[attr-defined]
-        seen = model.model.visual(patches, torch.tensor([encoded.images[0].grid])).pooler_output
-        embeds[ids == shared.engine.network.image_token] = seen
+        features = model.model.visual(patches, torch.tensor([encoded.images[0].grid])).pooler_output
+        embeds[ids == shared.engine.network.image_token] = features
         hidden = model.model.language_model(inputs_embeds=embeds).last_hidden_state
         mean, raw = shared.head(hidden[0, -1])
         torch.testing.assert_close(scores.value[row], mean, rtol=1e-5, atol=1e-5)
@@ -113,7 +113,7 @@ def test_a_lora_and_a_head_are_saved_with_the_name_of_their_base(tmp_path) -> No
     batch = model.encode(IMAGES, PROMPTS)
     mean, log_std = model(batch)
     (mean.sum() + log_std.sum()).backward()
-    trained = [name for name, one in model.named_parameters() if one.grad is not None and one.grad.abs().sum() > 0]
+    trained = [name for name, p in model.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0]
     assert any("lora_B" in name for name in trained) and any("rm_head" in name for name in trained)
     assert not any("visual" in name for name in trained)
     with pytest.raises(RewardError, match="name its base: save_pretrained"):
@@ -130,9 +130,9 @@ def test_a_new_token_gets_the_mean_embedding() -> None:
     weight = engine.model.get_input_embeddings().weight.detach().clone()
     model = HPSv3Model.new(engine)
     after = engine.model.get_input_embeddings().weight
-    place = engine.processor.tokenizer.convert_tokens_to_ids(REWARD_TOKEN)
-    assert len(after) == max(before, place + 1) and torch.equal(after[:before][:place], weight[:place])
-    torch.testing.assert_close(after[place], weight[:place].mean(0))
+    token = engine.processor.tokenizer.convert_tokens_to_ids(REWARD_TOKEN)
+    assert len(after) == max(before, token + 1) and torch.equal(after[:before][:token], weight[:token])
+    torch.testing.assert_close(after[token], weight[:token].mean(0))
     model.add_token()
     assert torch.equal(engine.model.get_input_embeddings().weight, after)
 

@@ -57,8 +57,8 @@ def test_the_published_layout(tmp_path) -> None:
     JudgeSettings(templates={"hpsv3": TEMPLATE}).write(tmp_path)
     judge = HPSv3(tmp_path, **options)
     assert judge.model.clamp is None and judge.model.engine.positions == "1d"
-    scores, wanted = judge.score(IMAGES, PROMPTS), HPSv3(own).score(IMAGES, PROMPTS)
-    torch.testing.assert_close(scores.value, wanted.value, rtol=1e-5, atol=1e-5)
+    scores, expected = judge.score(IMAGES, PROMPTS), HPSv3(own).score(IMAGES, PROMPTS)
+    torch.testing.assert_close(scores.value, expected.value, rtol=1e-5, atol=1e-5)
     own.clamp = None
     assert scores.std is not None
     torch.testing.assert_close(scores.std, HPSv3(own).score(IMAGES, PROMPTS).std, rtol=1e-5, atol=1e-5)
@@ -124,7 +124,7 @@ def published_keys() -> list[str]:
     keys += [f"model.layers.{number}.{name}" for number in range(28) for name in layer]
     keys += [f"visual.blocks.{number}.{name}" for number in range(32) for name in block]
     keys += [f"visual.merger.{part}.{kind}" for part in ("ln_q", "mlp.0", "mlp.2") for kind in ("weight", "bias")]
-    return keys + [f"rm_head.{place}.{kind}" for place in (0, 3, 5) for kind in ("weight", "bias")]
+    return keys + [f"rm_head.{index}.{kind}" for index in (0, 3, 5) for kind in ("weight", "bias")]
 
 
 def test_the_key_list_of_the_published_size_fits() -> None:
@@ -142,9 +142,9 @@ def test_the_key_list_of_the_published_size_fits() -> None:
         tie_word_embeddings=False,
     )  # fmt: skip
     with torch.device("meta"):
-        wanted = AutoModelForImageTextToText.from_config(config).state_dict()
-    given = [current_key(key) for key in keys if not key.startswith("rm_head.")]
-    check_fit(wanted, {key: wanted.get(key, torch.empty(0)) for key in given}, "the list")
+        expected = AutoModelForImageTextToText.from_config(config).state_dict()
+    names = [current_key(key) for key in keys if not key.startswith("rm_head.")]
+    check_fit(expected, {key: expected.get(key, torch.empty(0)) for key in names}, "the list")
     head = RanknetHead(3584).state_dict()
     assert sorted(head) == sorted(key for key in keys if key.startswith("rm_head."))
-    assert wanted["model.language_model.embed_tokens.weight"].shape == (151658, 3584)
+    assert expected["model.language_model.embed_tokens.weight"].shape == (151658, 3584)

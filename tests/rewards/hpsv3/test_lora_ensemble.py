@@ -79,11 +79,11 @@ def test_one_pass_equals_pefts_sequential_passes_and_its_mixed_batch() -> None:
             expected.append(peft(**inputs).last_hidden_state)
         names = [f"m{m}" for m in range(M) for _ in range(B)]
         mixed = peft(**_repeated(inputs), adapter_names=names).last_hidden_state
-        found = _stacked(peft, copy.deepcopy(backbone))(**_repeated(inputs)).last_hidden_state
+        stacked = _stacked(peft, copy.deepcopy(backbone))(**_repeated(inputs)).last_hidden_state
     real = inputs["attention_mask"].bool().repeat(M, 1)
-    torch.testing.assert_close(found[real], torch.cat(expected)[real], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found[real], mixed[real], rtol=1e-5, atol=1e-5)
-    assert float((found[:B] - found[B : 2 * B])[real[:B]].abs().max()) > 1e-2
+    torch.testing.assert_close(stacked[real], torch.cat(expected)[real], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(stacked[real], mixed[real], rtol=1e-5, atol=1e-5)
+    assert float((stacked[:B] - stacked[B : 2 * B])[real[:B]].abs().max()) > 1e-2
 
 
 def test_gradients_of_the_grouped_product() -> None:

@@ -30,24 +30,24 @@ PROMPTS = ["a cat", "a red dog", "two owls", "a cat"]
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_members(tmp_path_factory.mktemp("ensemble"))
 
 
 @pytest.fixture(scope="module")
-def judge(place: Path) -> LoraEnsembleReward:
-    return LoraEnsembleReward.from_members([place / f"m{m}" for m in range(MEMBERS)])
+def judge(root: Path) -> LoraEnsembleReward:
+    return LoraEnsembleReward.from_members([root / f"m{m}" for m in range(MEMBERS)])
 
 
 def _spoil(judge: LoraEnsembleReward, member: int) -> None:
     judge.model.heads.biases[0].data[member] = torch.nan
 
 
-def test_members_score_as_they_do_one_by_one(place: Path, judge: LoraEnsembleReward) -> None:
+def test_members_score_as_they_do_one_by_one(root: Path, judge: LoraEnsembleReward) -> None:
     scores = judge.score(IMAGES, PROMPTS)
-    alone = [HPSv3(place / f"m{m}").score(IMAGES, PROMPTS) for m in range(MEMBERS)]
-    means = torch.stack([given(one.value) for one in alone]).double()
-    deviations = torch.stack([given(one.std) for one in alone]).double()
+    singles = [HPSv3(root / f"m{m}").score(IMAGES, PROMPTS) for m in range(MEMBERS)]
+    means = torch.stack([given(single.value) for single in singles]).double()
+    deviations = torch.stack([given(single.std) for single in singles]).double()
     for m in range(MEMBERS):
         torch.testing.assert_close(scores.parts[f"member_{m}"].double(), means[m], rtol=1e-5, atol=1e-6)
     assert float((means[0] - means[1]).abs().min()) > 1e-3
@@ -75,8 +75,8 @@ def test_other_families_are_repeated_whole(kind: str) -> None:
     for name, (narrow, wide) in layers.items():
         tensors[f"{name}.lora_A"] = torch.randn(2, 2, narrow, generator=generator)
         tensors[f"{name}.lora_B"] = torch.randn(2, wide, 2, generator=generator)
-    whole = LoraEnsembleModel(tiny_judge(kind), tensors, template=None, scaling=0.5, clamp=None)
-    found = LoraEnsembleReward(whole).score(IMAGES, PROMPTS)
+    model = LoraEnsembleModel(tiny_judge(kind), tensors, template=None, scaling=0.5, clamp=None)
+    scores = LoraEnsembleReward(model).score(IMAGES, PROMPTS)
     for m in range(2):
         one = HPSv3Model.new(tiny_judge(kind), clamp=None)
         one.head.load_state_dict(single.head.state_dict())
@@ -85,11 +85,11 @@ def test_other_families_are_repeated_whole(kind: str) -> None:
             change = 0.5 * tensors[f"{name}.lora_B"][m] @ tensors[f"{name}.lora_A"][m]
             one.backbone.get_submodule(name).weight.data += change  # type: ignore[operator]
         expected = HPSv3(one.eval()).score(IMAGES, PROMPTS).value
-        torch.testing.assert_close(found.parts[f"member_{m}"], expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(scores.parts[f"member_{m}"], expected, rtol=1e-5, atol=1e-5)
 
 
-def test_one_pass_encodes_each_image_once(place: Path) -> None:
-    judge = joined(place)
+def test_one_pass_encodes_each_image_once(root: Path) -> None:
+    judge = joined(root)
     network, calls = judge.model.engine.network, []
     network.trunk.language_model.register_forward_hook(lambda *_: calls.append("language"))
     network.trunk.visual.register_forward_hook(lambda *_: calls.append("tower"))
@@ -101,27 +101,27 @@ def test_the_judge_keeps_the_contract_of_rewards(judge: LoraEnsembleReward) -> N
     check_reward(judge)
 
 
-def test_one_folder_gives_the_same_scores(place: Path, judge: LoraEnsembleReward, tmp_path: Path) -> None:
+def test_one_folder_gives_the_same_scores(root: Path, judge: LoraEnsembleReward, tmp_path: Path) -> None:
     judge.save(tmp_path / "joined")
     again = LoraEnsembleReward(tmp_path / "joined")
-    found, expected = again.score(IMAGES, PROMPTS), judge.score(IMAGES, PROMPTS)
-    assert torch.equal(found.value, expected.value) and torch.equal(given(found.std), given(expected.std))
+    scores, expected = again.score(IMAGES, PROMPTS), judge.score(IMAGES, PROMPTS)
+    assert torch.equal(scores.value, expected.value) and torch.equal(given(scores.std), given(expected.std))
     assert again.identity.differences(judge.identity) == ["model"]
     settings = JudgeSettings.read(tmp_path / "joined")
-    assert (tmp_path / "joined" / settings.rest["base"]).resolve() == (place / "base").resolve()
+    assert (tmp_path / "joined" / settings.rest["base"]).resolve() == (root / "base").resolve()
     files = {file.name: file.stat().st_mode & 0o777 for file in (tmp_path / "joined").iterdir()}
     assert set(files) == {"judge.json", "members.safetensors"} and len(set(files.values())) == 1
     stored = load_file(tmp_path / "joined" / "members.safetensors")
     assert {value.dtype for value in stored.values()} == {torch.float32}  # the padded member is rescaled
-    joined(place).save(tmp_path / "alike")
+    joined(root).save(tmp_path / "alike")
     stored = load_file(tmp_path / "alike" / "members.safetensors")
     assert {value.dtype for value in stored.values()} == {torch.float16}
     with pytest.raises(RewardError, match=r"is {'type': 'ranknet members'.*HPSv3's is 'ranknet' .*: ensemble"):
         _ = HPSv3(tmp_path / "joined").model
 
 
-def test_a_member_with_nan_is_left_out_and_named(place: Path) -> None:
-    judge = joined(place, MEMBERS)
+def test_a_member_with_nan_is_left_out_and_named(root: Path) -> None:
+    judge = joined(root, MEMBERS)
     before = judge.score(IMAGES, PROMPTS)
     _spoil(judge, 1)
     scores = judge.score(IMAGES, PROMPTS)
@@ -139,25 +139,25 @@ def test_a_member_with_nan_is_left_out_and_named(place: Path) -> None:
     assert torch.equal(single.value, before.parts["member_2"])
 
 
-def test_levels_and_scales_of_the_members_are_aligned(place: Path) -> None:
-    judge = joined(place, MEMBERS)
+def test_levels_and_scales_of_the_members_are_aligned(root: Path) -> None:
+    judge = joined(root, MEMBERS)
     before, weights = judge.score(IMAGES, PROMPTS), judge.identity.weights
     judge.align(IMAGES, PROMPTS)
     after = judge.score(IMAGES, PROMPTS)
-    said = torch.stack([after.parts[f"member_{m}"] for m in range(MEMBERS)])
+    new = torch.stack([after.parts[f"member_{m}"] for m in range(MEMBERS)])
     old = torch.stack([before.parts[f"member_{m}"] for m in range(MEMBERS)])
     wide = old.std(1).max()
-    torch.testing.assert_close(said.std(1), wide.expand(MEMBERS), rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(said.mean(1), said.mean().expand(MEMBERS), rtol=1e-4, atol=1e-5)
-    for mine, theirs in zip(said, old, strict=True):
+    torch.testing.assert_close(new.std(1), wide.expand(MEMBERS), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(new.mean(1), new.mean().expand(MEMBERS), rtol=1e-4, atol=1e-5)
+    for mine, theirs in zip(new, old, strict=True):
         torch.testing.assert_close((mine - mine[0]) / wide, (theirs - theirs[0]) / theirs.std(), rtol=1e-3, atol=1e-4)
     assert bool((judge.model.stretch >= 1).all()) and float(judge.model.stretch.min()) == 1
     assert judge.identity.weights != weights
     judge.align(IMAGES, PROMPTS)
     again = judge.score(IMAGES, PROMPTS)
     torch.testing.assert_close(again.value, after.value, rtol=1e-4, atol=1e-5)
-    judge.save(place / "aligned")
-    read = LoraEnsembleReward(place / "aligned").score(IMAGES, PROMPTS)
+    judge.save(root / "aligned")
+    read = LoraEnsembleReward(root / "aligned").score(IMAGES, PROMPTS)
     torch.testing.assert_close(read.value, again.value, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(given(read.std), given(again.std), rtol=1e-5, atol=1e-6)
     for images, prompts in ((IMAGES[:1], PROMPTS[:1]), (IMAGES[:1], [" "])):

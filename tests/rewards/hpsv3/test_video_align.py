@@ -21,17 +21,17 @@ from visalign.rewards.hpsv3.video_align import PARTS, TEMPLATE, VideoAlign, merg
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    place = tmp_path_factory.mktemp("video_align")
-    video_align(place)
-    return place
+    directory = tmp_path_factory.mktemp("video_align")
+    video_align(directory)
+    return directory
 
 
 @cache
 def judge(folder: Path, model: str = "VideoReward", **options) -> VideoAlign:
     options = {"base": folder / "base", "clip_fps": RATE, "min_pixels": PIXELS["min_pixels"], **options}
-    found = load_judge("video_align", model=str(folder / model), **options)
-    assert isinstance(found, VideoAlign)
-    return found
+    reward = load_judge("video_align", model=str(folder / model), **options)
+    assert isinstance(reward, VideoAlign)
+    return reward
 
 
 def test_the_published_words() -> None:
@@ -51,15 +51,15 @@ def test_frames_are_even_from_the_first_to_the_last() -> None:
 
 
 def test_parts_add_up_in_deviations_and_clips_are_independent(folder) -> None:
-    shown, prompts = films(), ["a cat", "a red dog", "a cat", "b"]
-    found = judge(folder).score(shown, prompts)
-    assert found.valid.all() and found.unit == "standard deviations"
-    assert torch.equal(found.value, found.parts["VQ"] + found.parts["MQ"] + found.parts["TA"])
-    assert found.parts["frames"].tolist() == [4, 4, 8, 10]
-    alone = judge(folder).score(shown[1:2], prompts[1:2]).value
-    torch.testing.assert_close(alone, found.value[1:2], rtol=1e-4, atol=1e-4)
-    backwards = judge(folder).score([shown[1][::-1].copy()], prompts[1:2]).value
-    assert (backwards - alone).abs() > 1e-4, "the order of frames is seen"
+    clips, prompts = films(), ["a cat", "a red dog", "a cat", "b"]
+    scores = judge(folder).score(clips, prompts)
+    assert scores.valid.all() and scores.unit == "standard deviations"
+    assert torch.equal(scores.value, scores.parts["VQ"] + scores.parts["MQ"] + scores.parts["TA"])
+    assert scores.parts["frames"].tolist() == [4, 4, 8, 10]
+    single = judge(folder).score(clips[1:2], prompts[1:2]).value
+    torch.testing.assert_close(single, scores.value[1:2], rtol=1e-4, atol=1e-4)
+    backwards = judge(folder).score([clips[1][::-1].copy()], prompts[1:2]).value
+    assert (backwards - single).abs() > 1e-4, "the order of frames is seen"
 
 
 def test_every_form_of_a_clip_and_its_frame_rate(folder, tmp_path) -> None:
@@ -67,10 +67,10 @@ def test_every_form_of_a_clip_and_its_frame_rate(folder, tmp_path) -> None:
     for at, frame in enumerate(clip):
         Image.fromarray(frame).save(tmp_path / f"{at:02}.png")
     forms = [clip, torch.tensor(clip).permute(0, 3, 1, 2) / 255, sorted(tmp_path.glob("*.png"))]
-    found = judge(folder).score(forms, ["a"] * 3).value
-    assert found.tolist() == pytest.approx([float(found[0])] * 3, abs=1e-6)
-    told = judge(folder, clip_fps=None).score([clip] * 2, ["a"] * 2, [{"fps": 8}, {"fps": RATE}])
-    assert told.parts["frames"].tolist() == [4, 8] and told.value[1] == pytest.approx(float(found[0]), abs=1e-5)
+    values = judge(folder).score(forms, ["a"] * 3).value
+    assert values.tolist() == pytest.approx([float(values[0])] * 3, abs=1e-6)
+    scores = judge(folder, clip_fps=None).score([clip] * 2, ["a"] * 2, [{"fps": 8}, {"fps": RATE}])
+    assert scores.parts["frames"].tolist() == [4, 8] and scores.value[1] == pytest.approx(float(values[0]), abs=1e-5)
     assert judge(folder, frames=6).score([clip], ["a"]).parts["frames"].item() == 6
     assert judge(folder, fps=1).identity != judge(folder).identity
 
@@ -79,16 +79,16 @@ def test_clips_that_cannot_be_judged_have_a_reason(folder) -> None:
     clip = films()[0]
     broken = [*(Image.fromarray(frame) for frame in clip[:4]), folder / "none.png"]
     long = np.zeros((4, 1, 300, 3), dtype=np.uint8)
-    given = [clip, clip[:1], broken, clip, clip, long]
+    clips = [clip, clip[:1], broken, clip, clip, long]
     records = [None, None, None, {"fps": "fast"}, None, None]
-    found = judge(folder).score(given, ["a", "a", "a", "a", " ", "a"], records)
-    assert found.valid.tolist() == [True] + [False] * 5 and torch.isnan(found.parts["VQ"][1:]).all()
-    for reason, wanted in zip(
-        (found.reason or [])[1:],
+    scores = judge(folder).score(clips, ["a", "a", "a", "a", " ", "a"], records)
+    assert scores.valid.tolist() == [True] + [False] * 5 and torch.isnan(scores.parts["VQ"][1:]).all()
+    for reason, expected in zip(
+        (scores.reason or [])[1:],
         ("clip of 1 frame", "frame 4: no such image", '"fps" of its record is', "the prompt is empty", "200 times"),
         strict=True,
     ):
-        assert wanted in str(reason)
+        assert expected in str(reason)
     unknown = judge(folder, clip_fps=None).score([clip], ["a"])
     assert not unknown.valid.any() and "frames a second are not known" in str(unknown.reason)
     typed = judge(folder).score([clip], ["a <|VQ_reward|> <|MQ_reward|> {x}"])
@@ -102,16 +102,16 @@ def test_clips_that_cannot_be_judged_have_a_reason(folder) -> None:
 
 
 def test_parts_of_the_published_folder_are_read_alike(folder) -> None:
-    wanted = judge(folder).score(films()[:1], ["a cat"]).value
-    for place in ("VideoReward/checkpoint-20", "VideoReward/checkpoint-20/model.pth"):
-        assert torch.equal(judge(folder, place).score(films()[:1], ["a cat"]).value, wanted)
+    expected = judge(folder).score(films()[:1], ["a cat"]).value
+    for model in ("VideoReward/checkpoint-20", "VideoReward/checkpoint-20/model.pth"):
+        assert torch.equal(judge(folder, model).score(films()[:1], ["a cat"]).value, expected)
 
 
 def test_halves_of_a_lora_are_refused() -> None:
     w, a, b = torch.zeros(3, 2), torch.ones(1, 2), torch.ones(3, 1)
     names = [f"base_model.model.q.{part}.weight" for part in ("base_layer", "lora_A.default", "lora_B.default")]
-    done = merge_lora(dict(zip(names, (w, a, b), strict=True)), 2.0, torch.float32)
-    assert list(done) == ["q.weight"] and torch.equal(done["q.weight"], torch.full((3, 2), 2.0))
+    merged = merge_lora(dict(zip(names, (w, a, b), strict=True)), 2.0, torch.float32)
+    assert list(merged) == ["q.weight"] and torch.equal(merged["q.weight"], torch.full((3, 2), 2.0))
     with pytest.raises(RewardError, match=r"q\.lora_B\.weight does not fit"):
         merge_lora({names[0]: w, names[2]: b}, 2.0, torch.float32)
     with pytest.raises(RewardError, match=r"q\.lora_A\.weight lacks its other half"):
@@ -121,14 +121,14 @@ def test_halves_of_a_lora_are_refused() -> None:
 def test_other_checkpoints_are_refused_by_name(folder, tmp_path) -> None:
     shutil.copytree(folder / "VideoReward", tmp_path / "VideoReward")
     file = tmp_path / "VideoReward" / "model_config.json"
-    told = json.loads(file.read_text())
+    config = json.loads(file.read_text())
 
     def refused(kind: type[Exception], match: str) -> None:
         with pytest.raises(kind, match=match):
             judge(tmp_path, base=folder / "base").score(films()[:1], ["a"])
 
-    told["data_config"]["prompt_template_type"] = "simple"
-    file.write_text(json.dumps(told))
+    config["data_config"]["prompt_template_type"] = "simple"
+    file.write_text(json.dumps(config))
     refused(RewardError, "says prompt_template_type = 'simple'; allowed is 'detailed_special'")
     file.write_text("{}")
     refused(RewardError, r"is no config of VideoAlign \(KeyError: 'data_config'\)")

@@ -30,28 +30,28 @@ def _compare(reward: Any, left: list[float], right: list[float], **options: Any)
 
 
 def test_a_bradley_terry_unit_is_the_logistic_of_the_difference() -> None:
-    found = _compare(Brightness(unit="Bradley-Terry logit"), [0.75, 0.25], [0.25, 0.25])
-    assert found.prob[0] == pytest.approx(1 / (1 + math.exp(-0.5))) and found.prob[1] == 0.5
-    assert found.log_odds is not None and found.log_odds[0] == pytest.approx(0.5)
-    assert found.parts["left"].tolist() == [0.75, 0.25] and found.parts["right"].tolist() == [0.25, 0.25]
+    preferences = _compare(Brightness(unit="Bradley-Terry logit"), [0.75, 0.25], [0.25, 0.25])
+    assert preferences.prob[0] == pytest.approx(1 / (1 + math.exp(-0.5))) and preferences.prob[1] == 0.5
+    assert preferences.log_odds is not None and preferences.log_odds[0] == pytest.approx(0.5)
+    assert preferences.parts["left"].tolist() == [0.75, 0.25] and preferences.parts["right"].tolist() == [0.25, 0.25]
 
 
 def test_a_bradley_terry_unit_with_std_is_the_logistic_normal_integral() -> None:
-    found = _compare(Brightness(unit="log-odds", std=1.5), [0.9], [0.2])
+    preferences = _compare(Brightness(unit="log-odds", std=1.5), [0.9], [0.2])
     spread = math.hypot(1.5, 1.5)
     exact = quad(lambda z: norm.pdf(z) / (1 + math.exp(-0.7 - spread * z)), -12, 12, epsabs=1e-12)[0]
-    assert found.prob[0] == pytest.approx(exact, abs=1e-6)
+    assert preferences.prob[0] == pytest.approx(exact, abs=1e-6)
 
 
 def test_other_units_with_std_are_thurstone() -> None:
-    found = _compare(Brightness(std=0.3), [0.75, 0.5, 0.1], [0.25, 0.5, 0.9])
+    preferences = _compare(Brightness(std=0.3), [0.75, 0.5, 0.1], [0.25, 0.5, 0.9])
     expected = norm.cdf(np.array([0.5, 0.0, -0.8]) / (0.3 * 2**0.5))
-    assert found.prob.tolist() == pytest.approx(expected.tolist(), rel=1e-5)
+    assert preferences.prob.tolist() == pytest.approx(expected.tolist(), rel=1e-5)
 
 
 def test_without_std_better_is_certain_and_equal_is_a_tie() -> None:
-    found = _compare(Brightness(), [0.75, 0.5, 0.25], [0.25, 0.5, 0.5])
-    assert found.prob.tolist() == [1, 0.5, 0]
+    preferences = _compare(Brightness(), [0.75, 0.5, 0.25], [0.25, 0.5, 0.5])
+    assert preferences.prob.tolist() == [1, 0.5, 0]
     lower = _compare(Brightness(higher_is_better=False), [0.75, 0.5, 0.25], [0.25, 0.5, 0.5])
     assert lower.prob.tolist() == [0, 0.5, 1]
     chosen = _compare(Brightness(), [0.75], [0.25], link="logistic")
@@ -59,17 +59,17 @@ def test_without_std_better_is_certain_and_equal_is_a_tie() -> None:
 
 
 def test_tails_keep_their_log_odds() -> None:
-    found = _compare(Brightness(std=0.02), [0.9], [0.1])
+    preferences = _compare(Brightness(std=0.02), [0.9], [0.1])
     expected = norm.logcdf(0.8 / (0.02 * 2**0.5)) - norm.logsf(0.8 / (0.02 * 2**0.5))
-    assert found.prob[0] == 1 and found.log_odds is not None
-    assert float(found.log_odds[0]) == pytest.approx(expected, rel=1e-4) and float(found.log_odds[0]) > 400
+    assert preferences.prob[0] == 1 and preferences.log_odds is not None
+    assert float(preferences.log_odds[0]) == pytest.approx(expected, rel=1e-4) and float(preferences.log_odds[0]) > 400
 
 
 def test_a_failed_image_fails_its_pairs_with_the_side_and_reason() -> None:
     judge = as_pairwise(Brightness())
-    found = judge.compare([grey([0.5])[0], "no.png"], ["none.png", grey([0.5])[0]], ["p", "p"])
-    assert found.valid.tolist() == [False, False] and bool(torch.isnan(found.prob).all())
-    assert found.reason == ["right: no such image file: none.png", "left: no such image file: no.png"]
+    preferences = judge.compare([grey([0.5])[0], "no.png"], ["none.png", grey([0.5])[0]], ["p", "p"])
+    assert preferences.valid.tolist() == [False, False] and bool(torch.isnan(preferences.prob).all())
+    assert preferences.reason == ["right: no such image file: none.png", "left: no such image file: no.png"]
 
 
 def test_each_distinct_image_is_scored_once() -> None:
@@ -79,8 +79,8 @@ def test_each_distinct_image_is_scored_once() -> None:
     judge.compare(images[[0, 0, 1, 3]], images[[1, 2, 2, 0]], ["p"] * 4)
     assert reward.seen == 3
     pairs = torch.tensor([[0, 1], [2, 3], [3, 0]])
-    found = judge.compare_pairs(images, pairs, ["p"] * 4)  # type: ignore[attr-defined]
-    assert reward.seen == 6 and found.prob.tolist() == [0, 1, 1]
+    preferences = judge.compare_pairs(images, pairs, ["p"] * 4)  # type: ignore[attr-defined]
+    assert reward.seen == 6 and preferences.prob.tolist() == [0, 1, 1]
 
 
 def test_wrong_requests_are_refused() -> None:
@@ -160,10 +160,10 @@ def test_groups_are_prompts_or_a_key() -> None:
 
 
 def test_two_groups_of_one_prompt_are_compared_separately_in_a_sum() -> None:
-    judge, seen = BrightnessPairs(hard=True), []
+    judge, received = BrightnessPairs(hard=True), []
 
     def plain(images: Any, prompts: list[str], metadata: list[Any]) -> list[float]:
-        seen.extend(metadata)
+        received.extend(metadata)
         return [0.0] * len(prompts)
 
     total = WeightedSum(
@@ -174,7 +174,7 @@ def test_two_groups_of_one_prompt_are_compared_separately_in_a_sum() -> None:
     assert total.capabilities.needs_group
     assert total.score(images, ["a"] * 4, records).value.tolist() == [0, 1, 0, 1]
     assert total.score(images, ["a"] * 4).value.tolist() == pytest.approx([0, 1, 1 / 3, 2 / 3])
-    assert seen[:4] == [{"tag": "t"}] * 4, "a judge of single images does not see the group"
+    assert received[:4] == [{"tag": "t"}] * 4, "a judge of single images does not see the group"
 
 
 def test_failures_are_left_out_and_never_ties() -> None:
@@ -223,8 +223,8 @@ def test_a_budget_asks_less_and_agrees(hard: bool) -> None:
 
 def test_a_group_score_passes_all_contract_checks_but_independence() -> None:
     reward = as_pointwise(BrightnessPairs())
-    kept = check_reward(reward, prompts=["p"] * 4)
-    assert len(kept) == 10 and "a score does not depend on its neighbours" not in kept
+    passed = check_reward(reward, prompts=["p"] * 4)
+    assert len(passed) == 10 and "a score does not depend on its neighbours" not in passed
 
 
 def test_wrong_options_and_wrong_judges_are_refused() -> None:
@@ -267,6 +267,6 @@ def test_answers_that_are_no_probabilities_are_failures() -> None:
 
 
 def test_a_missing_standard_deviation_is_no_certainty() -> None:
-    found = _compare(Brightness(std=NAN), [0.75], [0.25])
-    assert not found.valid[0] and found.prob.isnan().all()
-    assert "without its standard deviation" in str((found.reason or [""])[0])
+    preferences = _compare(Brightness(std=NAN), [0.75], [0.25])
+    assert not preferences.valid[0] and preferences.prob.isnan().all()
+    assert "without its standard deviation" in str((preferences.reason or [""])[0])

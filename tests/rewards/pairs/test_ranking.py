@@ -18,10 +18,10 @@ BEST_FIRST = sorted(range(12), key=lambda k: -VALUES[k])
 
 
 def test_a_pointwise_judge_ranks_by_its_mean_with_its_interval() -> None:
-    found = rank(grey(VALUES), "p", Brightness(std=0.1))
-    assert found.order == BEST_FIRST and found.calls == 12 and found.unit == "brightness"
-    torch.testing.assert_close(found.high - found.score, torch.full((12,), 0.16448536))
-    torch.testing.assert_close(found.score - found.low, torch.full((12,), 0.16448536))
+    ranking = rank(grey(VALUES), "p", Brightness(std=0.1))
+    assert ranking.order == BEST_FIRST and ranking.calls == 12 and ranking.unit == "brightness"
+    torch.testing.assert_close(ranking.high - ranking.score, torch.full((12,), 0.16448536))
+    torch.testing.assert_close(ranking.score - ranking.low, torch.full((12,), 0.16448536))
     plain = rank(grey(VALUES), "p", Brightness(higher_is_better=False))
     assert plain.order == BEST_FIRST[::-1] and bool(torch.isnan(plain.low).all()) and plain.bias is None
 
@@ -29,39 +29,39 @@ def test_a_pointwise_judge_ranks_by_its_mean_with_its_interval() -> None:
 @pytest.mark.parametrize("method", ["active", "swiss"])
 def test_a_graded_judge_on_a_budget(method: Any) -> None:
     judge = BrightnessPairs(scale=8, bias=0.6)
-    found = rank(grey(VALUES), "p", judge, method=method)
-    assert found.calls == len(judge.asked) == 19 == count_calls(12, 0.3) and len(set(judge.asked)) == 19
-    assert found.order == BEST_FIRST and found.unit == "log-odds"
-    assert found.bias == pytest.approx(0.6, abs=0.05) and found.bias_std is not None
+    ranking = rank(grey(VALUES), "p", judge, method=method)
+    assert ranking.calls == len(judge.asked) == 19 == count_calls(12, 0.3) and len(set(judge.asked)) == 19
+    assert ranking.order == BEST_FIRST and ranking.unit == "log-odds"
+    assert ranking.bias == pytest.approx(0.6, abs=0.05) and ranking.bias_std is not None
     true = 8 * (torch.tensor(VALUES) - sum(VALUES) / 12)
-    torch.testing.assert_close(found.score, true, atol=0.1, rtol=0)
-    assert bool(((found.low < true) & (true < found.high)).all()) and judge.rounds <= 4
+    torch.testing.assert_close(ranking.score, true, atol=0.1, rtol=0)
+    assert bool(((ranking.low < true) & (true < ranking.high)).all()) and judge.rounds <= 4
 
 
 def test_hard_answers_are_fitted_as_votes() -> None:
     judge = BrightnessPairs(hard=True)
-    found = rank(grey(VALUES), "p", judge, budget=1.0)
-    assert found.order == BEST_FIRST and found.unit == "Bradley-Terry logits" and found.calls == 66
+    ranking = rank(grey(VALUES), "p", judge, budget=1.0)
+    assert ranking.order == BEST_FIRST and ranking.unit == "Bradley-Terry logits" and ranking.calls == 66
     narrow = rank(grey(VALUES), "p", BrightnessPairs(hard=True), budget=1.0, level=0.5)
-    assert bool((narrow.high - narrow.low < found.high - found.low).all())
+    assert bool((narrow.high - narrow.low < ranking.high - ranking.low).all())
     thurstone = rank(grey(VALUES), "p", BrightnessPairs(hard=True), budget=1.0, model="thurstone")
     assert thurstone.unit == "standard normal units" and thurstone.order == BEST_FIRST
 
 
 def test_failed_calls_count_but_are_left_out_of_the_fit() -> None:
     judge = BrightnessPairs(fails=lambda a, b: 0.5 in (a, b))
-    found = rank([*grey([0.1, 0.5, 0.9, 0.3]), "no.png"], "p", judge, budget=1.0)
-    assert found.order == [2, 3, 0] and found.valid.tolist() == [True, False, True, True, False]
-    assert found.reason == [None, "no answer", None, None, "no such image file: no.png"]
-    assert math.isnan(found.score[1]) and math.isnan(found.low[4]) and found.calls == 6
+    ranking = rank([*grey([0.1, 0.5, 0.9, 0.3]), "no.png"], "p", judge, budget=1.0)
+    assert ranking.order == [2, 3, 0] and ranking.valid.tolist() == [True, False, True, True, False]
+    assert ranking.reason == [None, "no answer", None, None, "no such image file: no.png"]
+    assert math.isnan(ranking.score[1]) and math.isnan(ranking.low[4]) and ranking.calls == 6
 
 
 def test_equal_images_are_one_item_and_few_images_work() -> None:
     judge = BrightnessPairs()
-    found = rank(grey([0.5, 0.1, 0.5]), "p", judge, budget=2.0)
-    assert found.order == [0, 2, 1] and found.score[0] == found.score[2] and found.calls <= 2
-    alone = rank(grey([0.5]), "p", judge)
-    assert alone.order == [] and alone.reason == ["there is no other image to compare it with"]
+    ranking = rank(grey([0.5, 0.1, 0.5]), "p", judge, budget=2.0)
+    assert ranking.order == [0, 2, 1] and ranking.score[0] == ranking.score[2] and ranking.calls <= 2
+    single = rank(grey([0.5]), "p", judge)
+    assert single.order == [] and single.reason == ["there is no other image to compare it with"]
     nothing = rank(["no.png"], "p", judge)
     assert nothing.order == [] and nothing.calls == 0
     pair = rank(grey([0.1, 0.9]), "p", judge, budget=0.01)

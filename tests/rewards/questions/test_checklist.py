@@ -21,18 +21,18 @@ FACE = {"questions": ["face", "eyes good", "sharp", "a {prompt}"], "coef": [2.0,
 RULE = {"masked_features": {"0": [1]}, "has_alignment": False}
 
 
-def engine(said, **options):
-    """Says yes to a question with its probability, of 0.9; None leaves it unanswered."""
+def engine(probabilities, **options):
+    """Says yes with the question's share of 0.9; None leaves it unanswered."""
 
     def probability(template, ask):
-        yes = said.get(ask.fields.get("question"), 0.5)
+        yes = probabilities.get(ask.fields.get("question"), 0.5)
         return {"7": 1.0} if yes is None else {"yes": 0.9 * yes, "no": 0.9 * (1 - yes)}
 
     return ScriptedEngine(probability, **options)
 
 
-def score(said, rule=RULE, **options):
-    judge = VisionReward(engine(said), checklist={**FACE, **rule}, **options)
+def score(probabilities, rule=RULE, **options):
+    judge = VisionReward(engine(probabilities), checklist={**FACE, **rule}, **options)
     return judge.score(images(1), ["cat"])
 
 
@@ -125,11 +125,11 @@ def test_visionrewards_two_files_are_read(tmp_path):
 
 
 def test_a_checklist_round_trips_through_a_file_and_the_folder(tmp_path):
-    given = {**FACE, **RULE}
-    (tmp_path / "c.json").write_text(json.dumps(given), encoding="utf-8")
+    checklist = {**FACE, **RULE}
+    (tmp_path / "c.json").write_text(json.dumps(checklist), encoding="utf-8")
     read = Checklist.read(tmp_path / "c.json")
-    assert read == Checklist.from_dict(given)
-    real = tiny_engine(settings=JudgeSettings(rest={"checklist": given}))
+    assert read == Checklist.from_dict(checklist)
+    real = tiny_engine(settings=JudgeSettings(rest={"checklist": checklist}))
     judge = VisionReward(real, template=QUESTION, **LETTERS)
     assert judge.checklist == read
     assert VisionReward(tiny_engine(), template=QUESTION, alignment=judge, **LETTERS).checklist is SHAPES_CHECKLIST

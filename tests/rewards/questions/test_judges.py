@@ -28,10 +28,10 @@ def test_every_entry_of_the_catalogue_keeps_the_contract(name):
 def test_verifier_with_parsed_prompt_and_with_metadata(monkeypatch):
     from visalign.data.shapes import verifier
 
-    seen = []
+    records = []
 
     def verify(images, metadata):
-        seen.extend(metadata)
+        records.extend(metadata)
         return [
             verifier.Verdict(correct=i % 2 == 0, score=0.25 * (i + 1), checks={}, reason=f"reason {i}")
             for i in range(len(images))
@@ -44,7 +44,7 @@ def test_verifier_with_parsed_prompt_and_with_metadata(monkeypatch):
     assert scores.value[:2].tolist() == [1, 0] and scores.valid.tolist() == [True, True, False]
     assert scores.parts["partial"][:2].tolist() == [0.25, 0.5] and scores.text == ["reason 0", "reason 1", ""]
     assert "no metadata with 'include', and the prompt is not of the shapes world" in str(failure_reasons(scores)[2])
-    assert seen[0]["include"][0]["class"] == "circle" and seen[1] is record
+    assert records[0]["include"][0]["class"] == "circle" and records[1] is record
     partial = ShapesVerifier("partial").score(images[:2], prompts[:2], [None, record])
     assert partial.value.tolist() == [0.25, 0.5] and partial.unit == "share of checks"
 

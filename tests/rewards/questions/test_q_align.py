@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Q-Align's levels: the expectation of the model itself, words that are none, checkpoints with own code."""
+"""Q-Align's levels: the model's own expectation, answers without a level, checkpoints with own code."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ IMAGES = [noise(16, 24, 1), noise(40, 8, 2)]
 def test_the_score_is_the_expectation_over_the_first_tokens_of_the_levels():
     engine = tiny_engine()
     judge = QAlign(engine, min_mass=0.0)
-    found = judge.score(IMAGES, ["", "what it shows is not looked at"])
+    scores = judge.score(IMAGES, ["", "what it shows is not looked at"])
     ids = engine.token_ids(list("egfpb"))
     queries = [Query(images=[image], prompt="-") for image in IMAGES]
     everything = engine.answer_logits(judge.template, queries, range(72)).logits.double()
     prob = everything[:, ids].softmax(-1)
     mean = prob @ torch.tensor([5.0, 4, 3, 2, 1], dtype=torch.float64)
-    assert found.value.tolist() == pytest.approx(mean.tolist(), rel=1e-6)
+    assert scores.value.tolist() == pytest.approx(mean.tolist(), rel=1e-6)
     spread = torch.stack([(p * (torch.arange(5, 0, -1) - m) ** 2).sum() for p, m in zip(prob, mean, strict=True)])
-    assert found.std is not None and found.std.tolist() == pytest.approx(spread.sqrt().tolist(), rel=1e-5)
+    assert scores.std is not None and scores.std.tolist() == pytest.approx(spread.sqrt().tolist(), rel=1e-5)
     mass = everything.softmax(-1)[:, ids].sum(-1)
-    assert found.parts["mass"].tolist() == pytest.approx(mass.tolist(), rel=1e-5)
-    assert list(found.parts) == [*LEVELS, "mass"] and found.value[0] != found.value[1]
+    assert scores.parts["mass"].tolist() == pytest.approx(mass.tolist(), rel=1e-5)
+    assert list(scores.parts) == [*LEVELS, "mass"] and scores.value[0] != scores.value[1]
 
 
 def test_the_published_words():

@@ -35,7 +35,7 @@ def scripted(probability, **options):
 
 
 def brightness(*words):
-    """An engine that says yes with the brightness of the last image, of all that yes and no have."""
+    """An engine whose share of yes, among yes and no, is the last image's brightness."""
 
     def probability(template, ask):
         level = float(ask.images[-1].mean())
@@ -65,8 +65,8 @@ def test_a_model_that_answers_neither_is_masked_not_scored():
     scores = scripted({"yes": 0.04, "no": 0.01, "7": 0.95}).score(images(1), ["a"])
     assert not scores.valid[0] and math.isnan(scores.value[0])
     assert "neither yes nor no" in why(scores, 0) and "0.05" in why(scores, 0)
-    kept = scripted({"yes": 0.04, "no": 0.01}, min_mass=0.0).score(images(1), ["a"])
-    assert kept.value[0] == pytest.approx(math.log(4), abs=1e-5)
+    unmasked = scripted({"yes": 0.04, "no": 0.01}, min_mass=0.0).score(images(1), ["a"])
+    assert unmasked.value[0] == pytest.approx(math.log(4), abs=1e-5)
 
 
 def test_certainty_is_the_surest_answer_and_finite():
@@ -124,26 +124,26 @@ def test_pairs_are_asked_in_both_orders_and_a_bias_cancels():
 
     dark, bright = torch.zeros(1, 3, 8, 8), torch.ones(1, 3, 8, 8)
     judge = RewardDancePairs(ScriptedEngine(probability))
-    said = judge.compare(bright, dark, ["a"])
-    assert given(said.log_odds)[0] == pytest.approx(1.0, abs=1e-5)
-    assert said.parts["second_bias"][0] == pytest.approx(0.7, abs=1e-5)
-    assert said.parts["left_second"][0] == pytest.approx(1.7, abs=1e-5)
-    assert said.parts["left_first"][0] == pytest.approx(0.3, abs=1e-5)
-    assert said.parts["mass"][0] == pytest.approx(0.8, abs=1e-5)
+    verdicts = judge.compare(bright, dark, ["a"])
+    assert given(verdicts.log_odds)[0] == pytest.approx(1.0, abs=1e-5)
+    assert verdicts.parts["second_bias"][0] == pytest.approx(0.7, abs=1e-5)
+    assert verdicts.parts["left_second"][0] == pytest.approx(1.7, abs=1e-5)
+    assert verdicts.parts["left_first"][0] == pytest.approx(0.3, abs=1e-5)
+    assert verdicts.parts["mass"][0] == pytest.approx(0.8, abs=1e-5)
     turned = judge.compare(dark, bright, ["a"])
-    assert torch.allclose(said.prob + turned.prob, torch.ones(1))
+    assert torch.allclose(verdicts.prob + turned.prob, torch.ones(1))
     once = RewardDancePairs(ScriptedEngine(probability), both_orders=False)
     assert given(once.compare(bright, dark, ["a"]).log_odds)[0] == pytest.approx(1.7, abs=1e-5)
 
 
 def test_a_pair_fails_with_the_side_that_is_broken():
     judge = RewardDancePairs(brightness())
-    said = judge.compare([images(1)[0], "no.png"], images(2), ["a", "b"])
-    assert said.valid.tolist() == [True, False] and why(said, 1).startswith("the left image: no such image")
-    assert math.isnan(said.prob[1]) and math.isnan(said.parts["mass"][1])
+    verdicts = judge.compare([images(1)[0], "no.png"], images(2), ["a", "b"])
+    assert verdicts.valid.tolist() == [True, False] and why(verdicts, 1).startswith("the left image: no such image")
+    assert math.isnan(verdicts.prob[1]) and math.isnan(verdicts.parts["mass"][1])
     pairs = torch.tensor([[0, 1], [0, 2]])
-    said = judge.compare_pairs(images(3), pairs, ["a", "a", "b"])
-    assert said.valid.tolist() == [True, False] and "different prompts" in why(said, 1)
+    verdicts = judge.compare_pairs(images(3), pairs, ["a", "a", "b"])
+    assert verdicts.valid.tolist() == [True, False] and "different prompts" in why(verdicts, 1)
     with pytest.raises(ValueError, match="2 left and 3 right"):
         judge.compare(images(2), images(3), ["a", "b"])
 
@@ -174,19 +174,19 @@ def test_log_odds_equal_those_from_transformers():
 def test_pairs_on_a_model_are_antisymmetric_and_numbered_ones_agree():
     judge = RewardDancePairs(tiny_engine(), template=TWO, **LETTERS)
     left, right = images(3), images(3, seed=1)
-    said, turned = judge.compare(left, right, PROMPTS[:3]), judge.compare(right, left, PROMPTS[:3])
-    assert torch.allclose(given(said.log_odds), -given(turned.log_odds), atol=1e-5)
+    verdicts, turned = judge.compare(left, right, PROMPTS[:3]), judge.compare(right, left, PROMPTS[:3])
+    assert torch.allclose(given(verdicts.log_odds), -given(turned.log_odds), atol=1e-5)
     numbered = judge.compare_pairs(torch.cat([left, right]), torch.tensor([[0, 3], [1, 4], [2, 5]]), PROMPTS[:3] * 2)
-    assert torch.allclose(given(said.log_odds), given(numbered.log_odds), atol=1e-6)
-    assert (given(said.log_odds).abs() > 1e-6).all()
+    assert torch.allclose(given(verdicts.log_odds), given(numbered.log_odds), atol=1e-6)
+    assert (given(verdicts.log_odds).abs() > 1e-6).all()
 
 
 def test_references_are_averaged_in_log_odds_and_missing_ones_masked():
     judge = ReferenceReward(RewardDancePairs(tiny_engine(), template=TWO, **LETTERS), {"a": images(2, seed=3)})
-    shown = images(3)
-    scores = judge.score(shown, ["a", "a", "b"], [None, {"references": images(1, seed=4)}, None])
+    pictures = images(3)
+    scores = judge.score(pictures, ["a", "a", "b"], [None, {"references": images(1, seed=4)}, None])
     assert scores.valid.tolist() == [True, True, False] and "no readable reference" in why(scores, 2)
-    single = [given(judge.judge.compare(shown[:1], ref[None], ["a"]).log_odds)[0] for ref in images(2, seed=3)]
+    single = [given(judge.judge.compare(pictures[:1], ref[None], ["a"]).log_odds)[0] for ref in images(2, seed=3)]
     assert scores.value[0] == pytest.approx(float(sum(single)) / 2, abs=1e-5)
     assert scores.parts["references"].tolist()[:2] == [2, 1]
     assert scores.parts["spread"][0] == pytest.approx(float(torch.stack(single).std()), abs=1e-5)
@@ -197,9 +197,9 @@ def test_references_are_averaged_in_log_odds_and_missing_ones_masked():
 
 def test_images_are_ranked_by_wins_and_those_without_a_comparison_come_last():
     levels = torch.tensor([0.2, 0.9, 0.5, 0.7])
-    shown = [level.expand(3, 8, 8) for level in levels]
+    pictures = [level.expand(3, 8, 8) for level in levels]
     for both_orders in (True, False):
         judge = RewardDancePairs(brightness(), both_orders=both_orders)
-        assert ReferenceReward(judge).rank(["missing.png", *shown], "a") == [2, 4, 3, 1, 0]
+        assert ReferenceReward(judge).rank(["missing.png", *pictures], "a") == [2, 4, 3, 1, 0]
         assert len(judge.engine.asked) == 12  # each of 6 pairs in both orders, whoever swaps them
-    assert ReferenceReward(judge).rank(["missing.png", shown[0]], "a") == [0, 1]
+    assert ReferenceReward(judge).rank(["missing.png", pictures[0]], "a") == [0, 1]

@@ -17,14 +17,14 @@ from visalign.rewards.vlm.engine import Query
 def test_vqa_score_is_the_probability_of_yes_among_all_words():
     engine = tiny_judge()
     samples = [noise(16, 24, 1), noise(40, 8, 2)]
-    found = VqaScore(engine, template=ONE, answer="y").score(samples, ["a cat", "a dog"])
+    scores = VqaScore(engine, template=ONE, answer="y").score(samples, ["a cat", "a dog"])
     everything = engine.answer_logits(
         ONE,
         [Query(images=[p], prompt=t) for p, t in zip(samples, ["a cat", "a dog"], strict=True)],
         range(len(engine.model.get_output_embeddings().weight)),
     ).logits.double()
     yes = engine.token_ids(["y"])[0]
-    assert found.value.tolist() == pytest.approx(everything.softmax(-1)[:, yes].tolist(), rel=1e-5)
+    assert scores.value.tolist() == pytest.approx(everything.softmax(-1)[:, yes].tolist(), rel=1e-5)
     assert SHOWS.messages[0]["content"][1]["text"] == 'Does this figure show "{prompt}"? Please answer Yes or No.'
     with pytest.raises(RewardError, match="has no option atention"):
         VqaScore("shapes-vlm", atention="eager")
@@ -37,14 +37,14 @@ def test_the_question_and_spellings_of_geneval_2():
     ids = range(len(engine.model.get_output_embeddings().weight))
     prob = engine.answer_logits(GENEVAL2, queries, ids).logits.double().softmax(-1)[0]
     first = [engine.processor.tokenizer.encode(form)[0] for form in ("Yes", "yes", " yes", " Yes")]
-    found = judge.score([noise(16, 24, 1)], ["a cat"]).value[0]
-    assert float(found) == pytest.approx(float(prob[first].sum()), rel=1e-5)
+    value = judge.score([noise(16, 24, 1)], ["a cat"]).value[0]
+    assert float(value) == pytest.approx(float(prob[first].sum()), rel=1e-5)
 
 
 def test_soft_tifa_by_hand():
-    told = {"How many?": {"four": 0.3, "4": 0.2, "five": 0.5}, "Is it red?": {"Yes": 0.1, "yes": 0.1, "no": 0.8}}
+    answers = {"How many?": {"four": 0.3, "4": 0.2, "five": 0.5}, "Is it red?": {"Yes": 0.1, "yes": 0.1, "no": 0.8}}
     words = ("four", "4", "five", "Yes", "yes", "no")
-    engine = ScriptedEngine(lambda template, ask: told[ask.prompt], words=words)
+    engine = ScriptedEngine(lambda template, ask: answers[ask.prompt], words=words)
     record = {"vqa_list": [["How many?", "four"], ["Is it red?", "Yes"]]}
     records = [record, {}, {"vqa_list": [["How many?"]]}]
     hard = SoftTifa(engine).score(images(3), ["a", "b", "c"], records)
@@ -65,8 +65,8 @@ def test_the_contract():
 
 
 def test_a_graph_of_questions_by_hand():
-    told = {"cat?": {"Yes": 0.6, "no": 0.4}, "mat?": {"Yes": 0.2, "no": 0.8}, "red?": {"Yes": 0.9, "no": 0.1}}
-    engine = ScriptedEngine(lambda template, ask: told[ask.prompt], words=("Yes", "yes", "no"))
+    answers = {"cat?": {"Yes": 0.6, "no": 0.4}, "mat?": {"Yes": 0.2, "no": 0.8}, "red?": {"Yes": 0.9, "no": 0.1}}
+    engine = ScriptedEngine(lambda template, ask: answers[ask.prompt], words=("Yes", "yes", "no"))
     record = {"vqa_list": [[text, "Yes"] for text in ("red?", "cat?", "mat?")]}
     graphs = [[[2], [], [1]], [[], [], [1]], [[1], [0], []], [[3], [], []], [[]]]
     scores = SoftTifa(engine, mean="graph").score(

@@ -29,14 +29,14 @@ from visalign.rewards.reading.verdicts import FlexAnswer, flex_answer, pair_scor
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "expected"),
     [
         *[("<answer>3</answer> and <answer> 4 </answer>", "4"), ("<think>5</think> 3", "3")],
         *[("the template opened it</think>\n3", "3"), ("<answer>3</answer> then <answer>4", "3")],
     ],
 )
-def test_the_last_complete_answer_counts(text, found):
-    assert statement(text).text == found
+def test_the_last_complete_answer_counts(text, expected):
+    assert statement(text).text == expected
 
 
 VALUES = {
@@ -204,16 +204,16 @@ def test_pair_scores():
 
 
 def _page(winner: object, *winners: object) -> str:
-    categories = [{"name": f"c{place}", "cat_winner": held} for place, held in enumerate(winners)]
+    categories = [{"name": f"c{index}", "cat_winner": choice} for index, choice in enumerate(winners)]
     return json.dumps({"categories": categories, "winner": winner})
 
 
 def test_flex():
-    said = flex_answer("Here:\n```json\n" + _page("Image 1", "Image 2", "tie", "Image 1/2") + "\n```")
-    assert said == FlexAnswer(1, {"c0": 2, "c1": 0, "c2": None})
+    answer = flex_answer("Here:\n```json\n" + _page("Image 1", "Image 2", "tie", "Image 1/2") + "\n```")
+    assert answer == FlexAnswer(1, {"c0": 2, "c1": 0, "c2": None})
     # overall 1; categories (0 + 0.5) / 2, the unreadable one left out
-    assert said.preference() == pytest.approx((1 + 0.25) / 2)
-    assert said.preference(first=1) == 0.5
+    assert answer.preference() == pytest.approx((1 + 0.25) / 2)
+    assert answer.preference(first=1) == 0.5
     assert flex_answer(_page("Image 2")).preference() == 0
     assert flex_answer('{"a": {"b": 1}} {"winner": "Image 2", "x": "{"}').winner == 2
 
@@ -233,17 +233,17 @@ def test_flex_refuses(text, reason):
 
 
 def test_yes_no_list():
-    said = read_yes_no({" Yes": math.log(0.5), "yes": math.log(0.1), "NO": math.log(0.2), "Maybe": math.log(0.1)})
-    assert said.log_odds == said.bound == pytest.approx(math.log(3))
-    assert (said.prob, said.mass) == pytest.approx((0.75, 0.8))
-    assert said.missing is None
+    answer = read_yes_no({" Yes": math.log(0.5), "yes": math.log(0.1), "NO": math.log(0.2), "Maybe": math.log(0.1)})
+    assert answer.log_odds == answer.bound == pytest.approx(math.log(3))
+    assert (answer.prob, answer.mass) == pytest.approx((0.75, 0.8))
+    assert answer.missing is None
 
 
 def test_a_missing_side_leaves_the_log_odds_undefined_and_bounded():
-    said = read_yes_no({"yes": math.log(0.7), "The": math.log(0.2)})
-    assert said.missing == "no" and math.isnan(said.log_odds) and math.isnan(said.prob)
-    assert said.mass == pytest.approx(0.7)
-    assert said.bound == pytest.approx(math.log(0.7 / 0.1))  # what the list leaves is 0.1, below its last, 0.2
+    answer = read_yes_no({"yes": math.log(0.7), "The": math.log(0.2)})
+    assert answer.missing == "no" and math.isnan(answer.log_odds) and math.isnan(answer.prob)
+    assert answer.mass == pytest.approx(0.7)
+    assert answer.bound == pytest.approx(math.log(0.7 / 0.1))  # what the list leaves is 0.1, below its last, 0.2
     other = read_yes_no({"no": math.log(0.5), "a": math.log(0.02)})
     assert other.bound == pytest.approx(-math.log(0.5 / 0.02)) and other.missing == "yes"
     assert math.isfinite(read_yes_no({"yes": 0.0}).bound)
@@ -271,8 +271,8 @@ def test_checklist_by_hand():
     yes = torch.tensor([[1.0, 1.0, 0.0], [0.0, 1.0, 0.0], [1.0, 0.0, 1.0], [0.5, 1.0, 0.0]], dtype=torch.float64)
     # alignment 0.1: 0.2 + x1 + 0.5·x2·m0 + 0.25
     expected = [0.95, 1.45, -0.05, 1.2]
-    found = rule.score(yes, torch.full((4,), 0.1, dtype=torch.float64))
-    assert found.tolist() == pytest.approx(expected)
+    scores = rule.score(yes, torch.full((4,), 0.1, dtype=torch.float64))
+    assert scores.tolist() == pytest.approx(expected)
     soft = yes.clamp(0.1, 0.9).requires_grad_()
     alignment = torch.full((4,), 0.1, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(rule.score, (soft, alignment))

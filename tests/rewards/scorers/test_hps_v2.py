@@ -35,10 +35,10 @@ TINY = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    place = tmp_path_factory.mktemp("hps")
+    directory = tmp_path_factory.mktemp("hps")
     for seed, name in enumerate(FILES.values()):
-        torch.save({"epoch": 1, "state_dict": random_state(open_clip_vit(**SIZES), seed)}, place / name)
-    return place
+        torch.save({"epoch": 1, "state_dict": random_state(open_clip_vit(**SIZES), seed)}, directory / name)
+    return directory
 
 
 def tiny(folder: Path, **options: Any) -> HpsV2:

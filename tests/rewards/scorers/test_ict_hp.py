@@ -96,7 +96,7 @@ def test_contracts_and_gradients(ict_folder, hp_folder, images):
 
 
 def test_untrained_judges_train_save_and_load(tmp_path, images):
-    """A few steps raise what they are asked to raise; the saved folders give the trained scores."""
+    """A few steps raise what they train; the saved folders give the trained scores."""
     source = save_tiny_clip(tmp_path / "clip")
     torch.manual_seed(0)
     ict, hp = Ict(source), Hp.untrained(source, WIDTHS)

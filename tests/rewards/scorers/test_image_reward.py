@@ -75,13 +75,13 @@ def tiny(folder: Path, **options: Any) -> ImageReward:
 
 def test_each_image_is_looked_at_once(folder, images, monkeypatch):
     reward = tiny(folder, batch_size=2)
-    looked, judged = [], []
+    image_batches, text_batches = [], []
     look, read = reward.model.encode_image, reward.model.forward
-    monkeypatch.setattr(reward.model, "encode_image", lambda x: looked.append(len(x)) or look(x))
-    monkeypatch.setattr(reward.model, "forward", lambda p, t, m: judged.append(len(p)) or read(p, t, m))
+    monkeypatch.setattr(reward.model, "encode_image", lambda x: image_batches.append(len(x)) or look(x))
+    monkeypatch.setattr(reward.model, "forward", lambda p, t, m: text_batches.append(len(p)) or read(p, t, m))
     pairs = [(i, p) for p in (*PROMPTS, PROMPTS[0]) for i in range(3)]
     scores = reward.score([images[i] for i, _ in pairs], [p for _, p in pairs])
-    assert sum(looked) == 3 and sum(judged) == 9
+    assert sum(image_batches) == 3 and sum(text_batches) == 9
     assert torch.equal(scores.value[:3], scores.value[9:])
     direct = torch.cat([tiny(folder).score(images[[i]], [p]).value for i, p in pairs])
     torch.testing.assert_close(scores.value, direct, rtol=1e-5, atol=1e-6)

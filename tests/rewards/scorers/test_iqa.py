@@ -79,7 +79,7 @@ def test_without_pyiqa_it_says_how_to_install_it(monkeypatch) -> None:
 @needs_pyiqa
 @pytest.mark.filterwarnings("ignore")
 def test_the_library_itself() -> None:
-    """Measured ones with no weights, and networks of random weights."""
+    """Metrics without weights, and networks of random weights."""
     image = torch.rand(3, 96, 96, generator=torch.Generator().manual_seed(0)).mul(255).round() / 255
     records = [{"source": image.flip(-1)}]
     for metric, options in (
@@ -92,8 +92,8 @@ def test_the_library_itself() -> None:
         judge = Iqa(metric, device="cpu", **options)  # type: ignore[arg-type]  # options of many kinds
         result = judge.score(image[None], ["a"], records)
         of_others = (modeling_llama.LlamaDecoderLayer, modeling_llama.LlamaModel.forward)
-        assert {one.__module__ for one in of_others} == {modeling_llama.__name__}, metric
+        assert {picture.__module__ for picture in of_others} == {modeling_llama.__name__}, metric
         assert result.valid.all(), (metric, result.reason)
         inputs = [image, records[0]["source"]]
-        expected = judge.model(*(one[None] for one in inputs[: 1 + judge.has_reference]))
+        expected = judge.model(*(picture[None] for picture in inputs[: 1 + judge.has_reference]))
         assert result.value[0] == pytest.approx(float(expected.reshape(-1)[0]), rel=1e-4), metric

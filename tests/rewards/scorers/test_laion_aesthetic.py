@@ -24,19 +24,19 @@ PROMPTS = ["", "", ""]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    place = save_tiny_transformers_clip(tmp_path_factory.mktemp("models") / "clip")
-    torch.save(random_state(head(WIDTH, NARROW), 1), place / "linear.pth")
-    torch.save(random_state(head(WIDTH, NARROW, relu=True), 2), place / "relu.pth")
-    torch.save({"weight": torch.full((1, WIDTH), 0.5), "bias": torch.tensor([3.0])}, place / "single.pth")
-    return place
+    directory = save_tiny_transformers_clip(tmp_path_factory.mktemp("models") / "clip")
+    torch.save(random_state(head(WIDTH, NARROW), 1), directory / "linear.pth")
+    torch.save(random_state(head(WIDTH, NARROW, relu=True), 2), directory / "relu.pth")
+    torch.save({"weight": torch.full((1, WIDTH), 0.5), "bias": torch.tensor([3.0])}, directory / "single.pth")
+    return directory
 
 
 def by_hand(state: dict[str, torch.Tensor], features: torch.Tensor, relu: bool) -> torch.Tensor:
     x = F.normalize(features, dim=-1)
-    places = (0, 3, 6, 9, 11) if relu else (0, 2, 4, 6, 7)
-    for place in places:
-        x = x @ state[f"layers.{place}.weight"].T + state[f"layers.{place}.bias"]
-        x = x.relu() if relu and place != 11 else x
+    layers = (0, 3, 6, 9, 11) if relu else (0, 2, 4, 6, 7)
+    for layer in layers:
+        x = x @ state[f"layers.{layer}.weight"].T + state[f"layers.{layer}.bias"]
+        x = x.relu() if relu and layer != 11 else x
     return x[:, 0]
 
 

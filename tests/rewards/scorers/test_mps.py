@@ -16,11 +16,11 @@ from visalign.rewards.weights.checkpoint_files import read_module, read_tensors
 class Trap:
     """Its unpickling would make a folder."""
 
-    def __init__(self, place: str) -> None:
-        self.place = place
+    def __init__(self, path: str) -> None:
+        self.path = path
 
     def __reduce__(self):
-        return os.mkdir, (self.place,)
+        return os.mkdir, (self.path,)
 
 
 def test_a_pickled_module_is_read_and_none_of_its_code_runs(tmp_path) -> None:
@@ -45,8 +45,8 @@ def test_the_condition_counts_and_other_files_are_refused(tmp_path) -> None:
     assert result.valid.tolist() == [True, False, False]
     other = Mps(judge.file, condition="colour", threshold=0.9).score(images()[:1], PROMPTS[:1])
     assert other.valid.all() and other.value[0] != result.value[0]
-    alone = judge.score(images()[:1], PROMPTS[:1])
-    assert alone.value[0] == pytest.approx(float(result.value[0]), rel=1e-5), "neighbours do not matter"
+    single = judge.score(images()[:1], PROMPTS[:1])
+    assert single.value[0] == pytest.approx(float(result.value[0]), rel=1e-5), "neighbours do not matter"
     clip = {k: v for k, v in read_module(judge.file).items() if k.startswith("model.")}
     torch.save(clip, tmp_path / "clip.pth")
     with pytest.raises(RewardError, match=r"clip\.pth is no MPS: it has no cross_model"):

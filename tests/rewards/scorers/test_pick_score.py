@@ -18,13 +18,13 @@ PROMPTS = ["a red circle", "two circles", "a blue square"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    place = tmp_path_factory.mktemp("models") / "pick"
-    save_tiny_transformers_clip(place)
+    directory = tmp_path_factory.mktemp("models") / "pick"
+    save_tiny_transformers_clip(directory)
     state = tiny_clip_state()
     from safetensors.torch import save_file
 
-    save_file({**state, "logit_scale": torch.tensor(4.605170)}, place / "model.safetensors")
-    return place
+    save_file({**state, "logit_scale": torch.tensor(4.605170)}, directory / "model.safetensors")
+    return directory
 
 
 def test_score_is_the_checkpoints_factor_times_the_cosine(folder, images):

@@ -33,12 +33,12 @@ def make_images(count: int, seed: int = 1) -> Tensor:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory) -> Path:
-    place = tmp_path_factory.mktemp("reference")
-    (place / "below").mkdir()
+    directory = tmp_path_factory.mktemp("reference")
+    (directory / "below").mkdir()
     for number, image in enumerate(make_images(4, seed=2)):
-        save_image(image, place / ("below" if number else ".") / f"{number}.png")
-    (place / "notes.txt").write_text("no image")
-    return place
+        save_image(image, directory / ("below" if number else ".") / f"{number}.png")
+    (directory / "notes.txt").write_text("no image")
+    return directory
 
 
 @pytest.mark.parametrize("over", ["group", "batch"])
@@ -57,27 +57,27 @@ def test_gains_are_the_set_with_and_without_each_image(folder: Path, reference: 
         own = [i for i in range(6) if labels[i] == labels[row]]
         both = embedding[own], embedding[[i for i in own if i != row]]
         if name == "vendi_gain":
-            whole, rest = map(vendi_score, both)
-            expected = whole - rest
+            full, rest = map(vendi_score, both)
+            expected = full - rest
         else:
-            whole, rest = (frechet_distance(rows, other) for rows in both)
-            expected = rest - whole
+            full, rest = (frechet_distance(rows, other) for rows in both)
+            expected = rest - full
         torch.testing.assert_close(scores.value[row].double(), expected, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(scores.parts["set"][row].double(), whole, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(scores.parts["set"][row].double(), full, rtol=1e-4, atol=1e-5)
 
 
 def test_an_image_without_another_is_invalid_and_in_no_set(folder: Path) -> None:
     reward = load_reward("vendi_gain", model=folder)
     images = list(make_images(6))
-    alone = reward.score(images[:3], PROMPTS[:3], RECORDS[:3])
-    assert alone.valid.tolist() == [True, False, True]
-    assert alone.reason is not None and alone.reason[1] == "its set has no other image"
+    first = reward.score(images[:3], PROMPTS[:3], RECORDS[:3])
+    assert first.valid.tolist() == [True, False, True]
+    assert first.reason is not None and first.reason[1] == "its set has no other image"
     broken: list[Any] = [*images[:4], "absent.png", images[5]]
     scores = reward.score(broken, PROMPTS, RECORDS)
     assert scores.valid.tolist() == [True, True, True, True, False, True]
-    kept = [0, 1, 2, 3, 5]
-    fewer = reward.score([images[i] for i in kept], [PROMPTS[i] for i in kept], [RECORDS[i] for i in kept])
-    torch.testing.assert_close(scores.value[kept], fewer.value)
+    selected = [0, 1, 2, 3, 5]
+    fewer = reward.score([images[i] for i in selected], [PROMPTS[i] for i in selected], [RECORDS[i] for i in selected])
+    torch.testing.assert_close(scores.value[selected], fewer.value)
 
 
 def test_a_sum_hands_the_groups_on(folder: Path) -> None:
@@ -116,8 +116,8 @@ def test_exemplars_may_be_texts_and_an_image_alone_may_be_scored(folder: Path, t
     """By hand: |z − μ|² + tr Σ of unit embeddings; the nearest image is the one of the largest mean cosine."""
     texts = ["a red circle", "two circles", "a green square"]
     (tmp_path / "texts.txt").write_text("\n".join(texts) + "\n\n")
-    given: Any = texts if kind == "list" else tmp_path / "texts.txt"
-    reward: Any = load_reward("frechet_gain", model=folder, reference=given, over="image")
+    exemplars: Any = texts if kind == "list" else tmp_path / "texts.txt"
+    reward: Any = load_reward("frechet_gain", model=folder, reference=exemplars, over="image")
     assert not reward.capabilities.needs_group and not reward.capabilities.needs_batch
     scores = reward.score(make_images(4), ["a"] * 4)
     cosines = torch.stack([ClipScore(folder).score(make_images(4), [text] * 4).value for text in texts])
@@ -133,9 +133,9 @@ def test_refused(folder: Path, reference: Path, tmp_path: Path) -> None:
         load_reward("frechet_gain", reference=tmp_path)
     with pytest.raises(RewardError, match=r"the exemplar ' ' cannot be read: the prompt is empty"):
         load_reward("frechet_gain", reference=["a", " "], model=folder, over="image").score(make_images(1), ["a"])
-    whole = (reference / "0.png").read_bytes()
+    content = (reference / "0.png").read_bytes()
     for number in range(2):
-        (tmp_path / f"{number}.png").write_bytes(whole[: len(whole) // 2])
+        (tmp_path / f"{number}.png").write_bytes(content[: len(content) // 2])
     broken = load_reward("frechet_gain", reference=tmp_path, model=folder)
     with pytest.raises(RewardError, match=r"0\.png' cannot be read: .*cannot be decoded"):
         broken.score(make_images(2), ["a", "a"], [{"group_id": 0}] * 2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a reward server takes and what not: bytes under way, JSON, pixels, connections, descriptors."""
+"""What a reward server accepts and refuses: bytes under way, JSON, pixels, connections, descriptors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SMALL: dict[str, Any] = {"max_bytes": 40_000, "max_header": 20_000, "max_total_b
 
 @contextmanager
 def line_to(url: str, sent: bytes = b"") -> Iterator[socket.socket]:
-    """A connection on which no more is sent than that."""
+    """A connection that sends this and no more."""
     parts = urlsplit(url)
     with socket.create_connection((parts.hostname or "", parts.port or 0), timeout=10) as line:
         line.sendall(sent)
@@ -65,20 +65,20 @@ def assert_closed(line: socket.socket) -> None:
 
 
 def test_bytes_under_way_are_bounded_and_the_client_waits_for_room():
-    whole = 40_000 + 40 * 20_000
+    total = 40_000 + 40 * 20_000
     with serving(app_of(Habits(), limits=RequestLimits(**SMALL))) as url, ThreadPoolExecutor(1) as pool:
-        prompt = "7" + "x" * 19_500  # of which every request takes 41 bytes each
+        prompt = "7" + "x" * 19_500  # each of its characters counts as 41 bytes
         with line_to(url, unfinished(40_000)):
-            assert_under_way(url, whole)
+            assert_under_way(url, total)
             sent = pack_request(judge_request(prompt))
             reply = httpx.post(f"{url}/v1/score", content=sent, headers={"Content-Type": MEDIA_TYPE})
             assert reply.status_code == 503 and reply.headers["retry-after"] == "1"
-            assert f"Busy: {whole} bytes are in progress; at most 1500000 may be" in reply.json()["error"]
+            assert f"Busy: {total} bytes are in progress; at most 1500000 may be" in reply.json()["error"]
             given_up = RemoteReward(url, attempts=1, patience=0.0).score(LEVELS[:1], [prompt])
             assert not given_up.valid.any() and "(503)" in str(given_up.reason)
             waiting = pool.submit(RemoteReward(url, attempts=1).score, LEVELS[:1], [prompt])
             time.sleep(0.3)
-            assert not waiting.done() and bytes_under_way(url) == whole
+            assert not waiting.done() and bytes_under_way(url) == total
         assert waiting.result().valid.all()
         assert_under_way(url, 0)
 
@@ -94,7 +94,7 @@ def test_json_is_charged_for_what_it_becomes_and_bounded():
         sent = pack_request(judge_request("1", metadata=[{"a": "x" * 21_000}]))
         reply = httpx.post(f"{url}/v1/score", content=sent, headers={"Content-Type": MEDIA_TYPE})
         assert reply.status_code == 413 and "(prompts, records); at most 20000" in reply.json()["error"]
-        prompts = ["1" + "ü" * 900] * 4  # more JSON than one request may have, told before it is sent
+        prompts = ["1" + "ü" * 900] * 4  # more JSON than one request may have, known before it is sent
         scores = RemoteReward(url).score(LEVELS[:4], prompts)
         assert scores.valid.all() and bytes_under_way(url) == 0
 
@@ -144,9 +144,9 @@ def test_a_connection_whose_answers_are_not_read_is_closed():
 
 def test_a_connection_that_asks_nothing_is_closed():
     with serving(app_of(Habits()), http=bounded(8, idle=0.3)) as url:
-        with line_to(url) as silent, line_to(url, b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n") as asked:
-            assert asked.recv(8) == b"HTTP/1.1"
-            for line in (silent, asked):
+        with line_to(url) as silent, line_to(url, b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n") as active:
+            assert active.recv(8) == b"HTTP/1.1"
+            for line in (silent, active):
                 assert_closed(line)
 
 

@@ -43,9 +43,9 @@ def three() -> Iterator[tuple[list[str], list[Habits]]]:
         yield [running.enter_context(serving(app_of(judge))) for judge in judges], judges
 
 
-def assert_equal(found: Scores, expected: Scores) -> None:
-    torch.testing.assert_close(found.value, expected.value, rtol=0, atol=0, equal_nan=True)
-    assert found.reason == expected.reason and found.text == expected.text
+def assert_equal(scores: Scores, expected: Scores) -> None:
+    torch.testing.assert_close(scores.value, expected.value, rtol=0, atol=0, equal_nan=True)
+    assert scores.reason == expected.reason and scores.text == expected.text
 
 
 def test_three_servers_give_the_scores_of_one(three: Any):
@@ -55,10 +55,10 @@ def test_three_servers_give_the_scores_of_one(three: Any):
     for judge in judges:
         plain, judge.sizes = judge.score, []
 
-        def first_together(*given: Any, judge: Habits = judge, plain: Any = plain) -> Scores:
+        def first_together(*arguments: Any, judge: Habits = judge, plain: Any = plain) -> Scores:
             if not judge.sizes:
                 begun.wait(20)
-            return plain(*given)
+            return plain(*arguments)
 
         judge.score = first_together  # type: ignore[method-assign]
     remote = RemoteReward(urls)
@@ -70,8 +70,8 @@ def test_three_servers_give_the_scores_of_one(three: Any):
 def test_lists_are_options_like_any_other(three: Any):
     urls, _ = three
     expected = RemoteReward(urls[0]).score(LEVELS, PROMPTS)
-    for said in (f"url=[{urls[0]}, {urls[1]}/]", f"url={urls[0]},{urls[1]}"):
-        reward = load_reward("remote", **parse_options([said]))
+    for option in (f"url=[{urls[0]}, {urls[1]}/]", f"url={urls[0]},{urls[1]}"):
+        reward = load_reward("remote", **parse_options([option]))
         assert isinstance(reward, RemoteReward) and reward.url == f"{urls[0]}, {urls[1]}"
         assert_equal(reward.score(LEVELS, PROMPTS), expected)
     for empty in ("", " , ", []):
@@ -93,10 +93,10 @@ def test_a_server_that_goes_meanwhile_loses_nothing(three: Any):
     urls, judges = three
     expected = RemoteReward(urls[0]).score(LEVELS, PROMPTS)
     with ExitStack() as leaving:
-        gone = leaving.enter_context(serving(app_of(Habits())))
-        remote = RemoteReward([gone, urls[0]], pause=0.01)
+        stopped = leaving.enter_context(serving(app_of(Habits())))
+        remote = RemoteReward([stopped, urls[0]], pause=0.01)
         leaving.close()
-        with pytest.warns(UserWarning, match=rf"{gone}: the reward server did not answer .* Other servers"):
+        with pytest.warns(UserWarning, match=rf"{stopped}: the reward server did not answer .* Other servers"):
             assert_equal(remote.score(LEVELS, PROMPTS), expected)
     assert judges[0].sizes
 
@@ -122,7 +122,7 @@ def test_a_busy_server_is_no_failure_and_others_are_asked(three: Any):
     urls, judges = three
     full = app_of(Habits())
 
-    async def submit(asked: Any) -> Any:
+    async def submit(request: Any) -> Any:
         raise QueueFull("all is full")
 
     full.state.batcher.submit = submit
@@ -130,5 +130,5 @@ def test_a_busy_server_is_no_failure_and_others_are_asked(three: Any):
         warnings.simplefilter("error")
         scores = RemoteReward([busy, urls[0]], attempts=1).score(LEVELS, PROMPTS)
         assert scores.valid.sum() == 8 and sum(judges[0].sizes) == 9
-        alone = RemoteReward(busy, attempts=1, patience=0.0).score(LEVELS[:1], ["1"])
-    assert alone.reason == ["the reward server failed (503): Busy: all is full. Try again.; 1 attempts"]
+        single = RemoteReward(busy, attempts=1, patience=0.0).score(LEVELS[:1], ["1"])
+    assert single.reason == ["the reward server failed (503): Busy: all is full. Try again.; 1 attempts"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reward server: the same scores as at home, batches across clients, deaths, limits, every refusal."""
+"""The reward server: the same scores as locally, batches across clients, deaths, limits, every refusal."""
 
 from __future__ import annotations
 
@@ -73,10 +73,10 @@ def worker() -> Any:
 
 
 def test_a_request_survives_the_wire():
-    given = request("ä {b}", "c", metadata=[{"x": [1, None]}, None])
-    back = unpack_request(pack_request(given))
-    assert back.prompts == given.prompts and back.metadata == given.metadata and back.right is None
-    assert all(torch.equal(a, b) for a, b in zip(back.images, given.images, strict=True))
+    original = request("ä {b}", "c", metadata=[{"x": [1, None]}, None])
+    back = unpack_request(pack_request(original))
+    assert back.prompts == original.prompts and back.metadata == original.metadata and back.right is None
+    assert all(torch.equal(a, b) for a, b in zip(back.images, original.images, strict=True))
     pair = request("a", right=[LEVELS[3]])
     back = unpack_request(pack_request(pair))
     assert back.right is not None and torch.equal(back.right[0], LEVELS[3]) and back.pixels == 128
@@ -98,14 +98,14 @@ def test_the_wire_is_plain_safetensors():
 def test_an_answer_survives_the_wire(judge: Any):
     prompts = ["1", "refuse"]
     scores = isinstance(judge, Habits)
-    given = judge.score(LEVELS[:2], prompts) if scores else judge.compare(LEVELS[:2], LEVELS[2:4], prompts)
-    back = unpack_answer(pack_answer(given), 2)
-    assert type(back) is type(given) and torch.equal(back.valid, given.valid) and back.reason == given.reason
-    main, other = (x.value if isinstance(x, Scores) else x.prob for x in (back, given))
+    answer = judge.score(LEVELS[:2], prompts) if scores else judge.compare(LEVELS[:2], LEVELS[2:4], prompts)
+    back = unpack_answer(pack_answer(answer), 2)
+    assert type(back) is type(answer) and torch.equal(back.valid, answer.valid) and back.reason == answer.reason
+    main, other = (x.value if isinstance(x, Scores) else x.prob for x in (back, answer))
     torch.testing.assert_close(main, other, rtol=0, atol=0, equal_nan=True)
-    assert back.parts.keys() == given.parts.keys() and back.text == given.text
+    assert back.parts.keys() == answer.parts.keys() and back.text == answer.text
     with pytest.raises(WireError, match="2 rows for 3 samples"):
-        unpack_answer(pack_answer(given), 3)
+        unpack_answer(pack_answer(answer), 3)
 
 
 @pytest.mark.parametrize(
@@ -132,10 +132,10 @@ def test_the_client_is_a_reward_like_any_other(habits: Any):
     assert (remote.name, remote.unit, remote.range) == ("habits", "levels", (-1e4, 1e4))
     assert remote.identity.weights == judge.identity.digest
     prompts = ["1", "2", "refuse", "4", "5", "6"]
-    here, there = judge.score(LEVELS[:6], prompts), remote.score(LEVELS[:6], prompts)
-    torch.testing.assert_close(there.value, here.value, rtol=0, atol=0, equal_nan=True)
-    assert there.reason == here.reason and there.text == here.text and there.unit == here.unit
-    torch.testing.assert_close(there.parts["mean"], here.parts["mean"], rtol=0, atol=0, equal_nan=True)
+    local, received = judge.score(LEVELS[:6], prompts), remote.score(LEVELS[:6], prompts)
+    torch.testing.assert_close(received.value, local.value, rtol=0, atol=0, equal_nan=True)
+    assert received.reason == local.reason and received.text == local.text and received.unit == local.unit
+    torch.testing.assert_close(received.parts["mean"], local.parts["mean"], rtol=0, atol=0, equal_nan=True)
     check_reward(load_reward("remote", url=url), images=LEVELS[:4], prompts=["1", "2", "3", "refuse"])
 
 
@@ -153,9 +153,9 @@ def test_pairs_travel_too():
     with serving(app_of(judge, max_batch=2)) as url:
         remote = RemoteReward(url)
         prompts = ["a", "refuse", "b"]
-        here, there = (each.compare(LEVELS[:3], LEVELS[3:6], prompts) for each in (judge, remote))
-        torch.testing.assert_close(there.prob, here.prob, rtol=0, atol=0, equal_nan=True)
-        assert there.log_odds is not None and there.reason == here.reason
+        local, received = (source.compare(LEVELS[:3], LEVELS[3:6], prompts) for source in (judge, remote))
+        torch.testing.assert_close(received.prob, local.prob, rtol=0, atol=0, equal_nan=True)
+        assert received.log_odds is not None and received.reason == local.reason
         assert not remote.compare(["none.png"], [LEVELS[0]], ["a"]).valid.any()
         with pytest.raises(RewardError, match="only compares pairs"):
             remote.score(LEVELS[:1], ["a"])
@@ -263,9 +263,9 @@ def test_a_full_queue_says_so_and_the_client_tries_again():
     release = threading.Event()
     plain = judge.score
 
-    def slow(*given: Any, **named: Any) -> Scores:
+    def slow(*arguments: Any, **options: Any) -> Scores:
         release.wait(5)
-        return plain(*given, **named)
+        return plain(*arguments, **options)
 
     judge.score = slow  # type: ignore[method-assign]
     with serving(app_of(judge, max_batch=1, max_wait=0.0, max_waiting=1)) as url:
@@ -302,10 +302,10 @@ def test_an_open_address_needs_a_token(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_an_address_that_is_taken_is_refused_before_the_judge_is_loaded(monkeypatch: pytest.MonkeyPatch):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
         with pytest.raises(UserError, match=rf"on 127\.0\.0\.1, port {port}: Address already in use"):
             serve_reward("no-such-judge", port=port)
     monkeypatch.setenv("TOKEN", "sesame")

@@ -35,13 +35,13 @@ pytest.importorskip("starlette")
 httpx = pytest.importorskip("httpx")
 
 
-def post(url: str, asked: JudgeRequest) -> Any:
-    return httpx.post(f"{url}/v1/score", content=pack_request(asked), headers={"Content-Type": MEDIA_TYPE}, timeout=99)
+def post(url: str, query: JudgeRequest) -> Any:
+    return httpx.post(f"{url}/v1/score", content=pack_request(query), headers={"Content-Type": MEDIA_TYPE}, timeout=99)
 
 
-def assert_soon(done: Callable[[], bool], seconds: float = 20.0) -> None:
+def assert_soon(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     end = time.monotonic() + seconds
-    while not done():
+    while not condition():
         assert time.monotonic() < end, "it did not come to pass"
         time.sleep(0.01)
 
@@ -66,9 +66,9 @@ class Gate(Habits):
         return super().score(images, prompts, metadata)
 
 
-def begin(url: str, asked: JudgeRequest) -> socket.socket:
-    """A request that was sent whole, its answer not waited for."""
-    parts, body = urlsplit(url), pack_request(asked)
+def begin(url: str, query: JudgeRequest) -> socket.socket:
+    """A request sent whole, without waiting for its answer."""
+    parts, body = urlsplit(url), pack_request(query)
     head = f"POST /v1/score HTTP/1.1\r\nHost: a\r\nContent-Type: {MEDIA_TYPE}\r\nContent-Length: {len(body)}"
     line = socket.create_connection((parts.hostname or "", parts.port or 0), timeout=10)
     line.sendall(head.encode() + b"\r\n\r\n" + body)
@@ -95,7 +95,7 @@ def test_a_client_that_left_while_its_request_waited_is_not_judged():
 
 
 class Unstable(JudgeWorker):
-    """A worker whose process, which is none, dies of the prompt "die"; `next_card` is that of a restart."""
+    """A worker without a process, which dies at the prompt "die"; `next_card` is that of a restart."""
 
     def __init__(self) -> None:
         self.next_card: Any = judge_card(Habits())
@@ -223,7 +223,7 @@ def test_retry_after_is_obeyed(monkeypatch: pytest.MonkeyPatch):
     slept: list[float] = []
     judge = Inline(Habits())
 
-    def none(asked: Any, timeout: float | None = None) -> Any:
+    def none(query: Any, timeout: float | None = None) -> Any:
         raise WorkerUnavailable("it is being mended", 7.2)
 
     judge.ask = none  # type: ignore[method-assign]
@@ -264,18 +264,18 @@ def test_ctrl_c_twice_at_the_command_line():
     try:
         assert_soon(lambda: _answers(url), 120)
         with ThreadPoolExecutor(2) as pool:
-            judged = pool.submit(RemoteReward(url, attempts=1).score, LEVELS[:1], ["sleep"])
+            running = pool.submit(RemoteReward(url, attempts=1).score, LEVELS[:1], ["sleep"])
             assert_soon(lambda: httpx.get(f"{url}/health").json()["counts"]["batches"] == 1)
             waiting = pool.submit(RemoteReward(url, attempts=1).score, LEVELS[:1], ["2"])
             assert_soon(lambda: httpx.get(f"{url}/health").json()["counts"]["waiting"] == 1)
             begun = time.monotonic()
             os.killpg(server.pid, signal.SIGINT)
             assert "failed (503)" in reason_of(waiting.result()), "the first refuses what waits"
-            assert not judged.done()
+            assert not running.done()
             os.killpg(server.pid, signal.SIGINT)
-            assert not judged.result().valid[0], "the second ends the judge"
-            code, said = server.wait(20)
-        assert code is not None and "Traceback" not in said and time.monotonic() - begun < 20
+            assert not running.result().valid[0], "the second ends the judge"
+            code, output = server.wait(20)
+        assert code is not None and "Traceback" not in output and time.monotonic() - begun < 20
     finally:
         server.process.kill()
 

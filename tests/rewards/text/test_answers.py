@@ -124,9 +124,9 @@ def test_numbers_within_a_tolerance():
     assert [judge(relative, str(guess), -200)[0] for guess in (-198, -202, -197.9, 200)] == [1, 1, 0, 0]
     absolute = load_text_reward("numeric_answer", absolute=0.5)
     assert [judge(absolute, str(guess), 0)[0] for guess in (0.5, -0.5, 0.51)] == [1, 1, 0]
-    whole = load_text_reward("numeric_answer", extract="whole")
-    assert judge(whole, "nan", 2) == (0.0, "no number: 'nan'")
-    assert judge(whole, "1e400", "1e400")[0] == 1  # exact: no float overflows
+    whole_text = load_text_reward("numeric_answer", extract="whole")
+    assert judge(whole_text, "nan", 2) == (0.0, "no number: 'nan'")
+    assert judge(whole_text, "1e400", "1e400")[0] == 1  # exact: no float overflows
 
 
 @pytest.mark.parametrize(

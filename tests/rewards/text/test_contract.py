@@ -68,8 +68,8 @@ def test_every_entry_of_the_catalogue_keeps_the_contract(name):
     needs_batch = reward.capabilities.needs_batch
     assert isinstance(reward, TextReward)
     passed = check_text_reward(reward, **inputs)
-    alone = "a score does not depend on its neighbours"
-    assert len(passed) == 8 + (alone in passed) and (alone in passed) != needs_batch
+    independence = "a score does not depend on its neighbours"
+    assert len(passed) == 8 + (independence in passed) and (independence in passed) != needs_batch
 
 
 @pytest.mark.parametrize(

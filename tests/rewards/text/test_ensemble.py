@@ -28,7 +28,7 @@ def pair(**options: Any) -> TextEnsemble:
 
 
 class Doubtful:
-    """4, 4 and 4 with σ = 0, 2 and one that is not known."""
+    """4, 4 and 4 with σ = 0, 2 and an unknown one."""
 
     name, unit, range, higher_is_better = "doubtful", "points", (0.0, 5.0), True
 
@@ -44,8 +44,8 @@ def test_mean_and_deviation_by_hand_and_a_member_that_fails_is_no_score() -> Non
     assert scores.valid.tolist() == [True, True, False] and scores.parts["first"].tolist() == [1, 2, 3]
     assert scores.reason is not None
     assert scores.reason[2] == "1 of 2 members judged it: second: mine returned None: not for this sample"
-    alone = pair(min_members=1).score(TEXTS, PROMPTS)
-    assert alone.value.tolist() == [2, 2, 3] and alone.std is not None and bool(alone.std[2].isnan())
+    lenient = pair(min_members=1).score(TEXTS, PROMPTS)
+    assert lenient.value.tolist() == [2, 2, 3] and lenient.std is not None and bool(lenient.std[2].isnan())
 
 
 def test_members_by_name_with_options() -> None:

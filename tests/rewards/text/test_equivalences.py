@@ -55,7 +55,7 @@ def right(answer: str, truth: str) -> bool:
 
 
 @pytest.fixture
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def uninstalled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verifiable, "is_installed", lambda: False)
 
 
@@ -65,7 +65,7 @@ def installed() -> None:
 
 
 @pytest.mark.parametrize("pair", [*PLAIN, *DIFFERENT])
-def test_equal_or_different_by_our_own_reading(pair: tuple[str, str], alone: None) -> None:
+def test_equal_or_different_by_our_own_reading(pair: tuple[str, str], uninstalled: None) -> None:
     assert right(*pair) == (pair in PLAIN)
     assert pair in DIFFERENT or right(*pair[::-1])
 

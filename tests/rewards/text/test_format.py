@@ -173,7 +173,7 @@ def test_repetition_counts_ngrams():
 )
 def test_refusals_are_told_by_how_they_begin(completion: str, refuses: bool) -> None:
     reward = Refusal()
-    for wanted in (True, False):
-        verdict = reward.judge(completion, {"refuse": wanted})
-        assert verdict.value == float(refuses == wanted) and verdict.remark == ("refuses" if refuses else "answers")
+    for expected in (True, False):
+        verdict = reward.judge(completion, {"refuse": expected})
+        assert verdict.value == float(refuses == expected) and verdict.remark == ("refuses" if refuses else "answers")
     assert "'refuse' is 'yes'; needed is true or false" in str(reward.judge(completion, {"refuse": "yes"}).reason)

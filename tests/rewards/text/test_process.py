@@ -149,29 +149,29 @@ def test_a_prompt_its_steps_and_a_marker_after_each() -> None:
     assert encoder.encode("q", ["ab", "c"]) == StepTokens(ids=ids("qab\nc\n"), ends=[3, 5])
     other = StepEncoder(TOKENIZER, StepReading(separator="; ", marker="<end>"))
     assert other.encode("q", ["ab", "c"]) == StepTokens(ids=ids("qab<end>c<end>"), ends=[3, 5])
-    asked = [{"role": "user", "content": "q"}]
-    assert encoder.encode(asked, ["c"]).ids == ids("<user>q<end><assistant>c\n")
+    conversation = [{"role": "user", "content": "q"}]
+    assert encoder.encode(conversation, ["c"]).ids == ids("<user>q<end><assistant>c\n")
     begun = tiny_tokenizer()
     begun.bos_token = "<system>"
     for prompt in ("q", "<system>q"):
         assert StepEncoder(begun, StepReading()).encode(prompt, ["c"]).ids == ids("<system>qc\n")
     with pytest.raises(UserError, match="this tokenizer has no chat template"):
-        StepEncoder(tiny_tokenizer(template=None), StepReading()).encode(asked, ["c"])
-    shown = [{"role": "user", "content": [{"type": "image", "image": "x.png"}, {"type": "text", "text": "q"}]}]
+        StepEncoder(tiny_tokenizer(template=None), StepReading()).encode(conversation, ["c"])
+    illustrated = [{"role": "user", "content": [{"type": "image", "image": "x.png"}, {"type": "text", "text": "q"}]}]
     with pytest.raises(UserError, match="A prompt shows images, and a process reward model reads text alone"):
-        StepEncoder(TOKENIZER, StepReading()).encode(shown, ["c"])
+        StepEncoder(TOKENIZER, StepReading()).encode(illustrated, ["c"])
     with pytest.raises(UserError, match="no token for '§', so the ends of steps cannot be told"):
         StepEncoder(TOKENIZER, StepReading(separator="§"))
 
 
 def test_probabilities_by_hand() -> None:
-    judged = judge(batch_size=1).steps(PAIR, ["aa", "q"])
-    assert judged.span == [[(0, 1), (2, 3), (4, 6)], [(0, 1), (3, 6)]] and judged.valid.all()
-    assert judged.prob[0].tolist() == pytest.approx(sigmoid(1, 1, 1))
-    assert judged.prob[1].tolist() == pytest.approx(sigmoid(1, 0))
+    step_scores = judge(batch_size=1).steps(PAIR, ["aa", "q"])
+    assert step_scores.span == [[(0, 1), (2, 3), (4, 6)], [(0, 1), (3, 6)]] and step_scores.valid.all()
+    assert step_scores.prob[0].tolist() == pytest.approx(sigmoid(1, 1, 1))
+    assert step_scores.prob[1].tolist() == pytest.approx(sigmoid(1, 0))
     wrong_way = judge(right_label=0).steps(PAIR[1:], ["q"])
     assert wrong_way.prob[0].tolist() == pytest.approx(sigmoid(-1, 0))
-    assert judged.padded()[1, 2].isnan() and judged.padded().shape == (2, 3)
+    assert step_scores.padded()[1, 2].isnan() and step_scores.padded().shape == (2, 3)
 
 
 def test_aggregates_by_hand() -> None:
@@ -188,11 +188,11 @@ def test_a_transformers_classifier_at_the_separators() -> None:
     torch.manual_seed(0)
     model = Qwen3ForTokenClassification(tiny_config(num_labels=2)).eval()
     reward = ProcessRewardModel(model, tokenizer=TOKENIZER, batch_size=3)
-    judged = reward.steps(["3+4=7\n7*2=14", "1", "2\n3\n4"], ["2?\n"] * 3)
+    step_scores = reward.steps(["3+4=7\n7*2=14", "1", "2\n3\n4"], ["2?\n"] * 3)
     ids = torch.tensor([TOKENIZER("2?\n3+4=7\n7*2=14\n")["input_ids"]])
     with torch.no_grad():
         expected = model(ids).logits[0, [8, 15]].softmax(-1)[:, 1]
-    assert torch.allclose(judged.prob[0], expected, atol=1e-6) and judged.prob[0].dtype == torch.float32
+    assert torch.allclose(step_scores.prob[0], expected, atol=1e-6) and step_scores.prob[0].dtype == torch.float32
     assert isinstance(reward, TextReward)
     texts = ["3+4=7\n7*2=14", "1", "2\n3\n4", ""]
     assert len(check_text_reward(reward, completions=texts, tolerance=1e-5)) == 9
@@ -207,8 +207,8 @@ def test_contributions_add_up_to_the_outcome_that_is_expected() -> None:
     assert scores.value[0].item() == 2 + 1 + 2 and scores.valid.tolist() == [True, False]
     assert set(scores.parts) == {"sum", "steps"} and scores.text is not None
     assert scores.text[0] == "2.000, 1.000, 2.000"
-    judged = reward.score_rollout(rollout("aa\nb\na"))
-    assert judged.tokens()[0].tolist() == [0, 0, 2, 0, 1, 0, 2]
+    step_scores = reward.score_rollout(rollout("aa\nb\na"))
+    assert step_scores.tokens()[0].tolist() == [0, 0, 2, 0, 1, 0, 2]
     with pytest.raises(ValueError, match="aggregate is 'min'; allowed are sum"):
         ProcessRewardModel(CountingModel(labels=1), tokenizer=TOKENIZER, aggregate="min")
 
@@ -224,8 +224,8 @@ def test_what_cannot_be_judged_is_invalid_with_its_reason() -> None:
         "the completion spells out the special token '<end>'",
         None,
     ]
-    alone = judge().score(texts[:1], ["q"])
-    assert scores.value[0] == alone.value[0]
+    single = judge().score(texts[:1], ["q"])
+    assert scores.value[0] == single.value[0]
     no_separator = judge(min_steps=2).score(["a b", "a\nb"], ["q"] * 2)
     assert no_separator.reason == [r"it has 1 steps, cut at '\n'; at least 2 are needed", None]
     broken = judge()
@@ -282,14 +282,14 @@ def trained_and_not() -> tuple[CausalLMPolicy, TextRollout]:
     """A policy that has moved away from its reference, and a rollout of sharpened, truncated sampling."""
     policy = CausalLMPolicy(tiny_model(), TOKENIZER)
     sampling = Sampling(temperature=0.7, top_p=0.9)
-    made = policy.generate(
+    samples = policy.generate(
         ["q", "a b"], seeds=3, num_generations=2, sampling=sampling, stopping=StoppingCriteria(max_new_tokens=12)
     )
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for _, parameter in policy.trainable_parameters():
             parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
-    return policy, made
+    return policy, samples
 
 
 def test_the_log_ratio_of_the_models_themselves() -> None:

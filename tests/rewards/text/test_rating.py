@@ -17,7 +17,7 @@ ANSWERS = {"a": (["5", "4", "5"], 4.5), "b": (["2", "3", "oh"], 2.0), "c": (["3"
 
 
 def given(answers: dict[str, Any] = ANSWERS, **more: Any) -> tuple[list[str], list[str], list[dict[str, Any]]]:
-    """Completions of images in turn, not side by side, prompts, records."""
+    """Completions with images in turn, prompts, records."""
     count = max(len(texts) for texts, _ in answers.values())
     rows = [
         (f"<answer>{texts[k]}</answer>", {"image": image, "mos": mos, "set": "s", **more})
@@ -53,10 +53,10 @@ def test_images_of_another_set_are_not_compared():
     completions, prompts, records = given()
     for record in records:
         record["set"] = "other" if record["image"] == "c" else "s"
-    apart = RatingReward().score(completions, prompts, records).value.view(3, 3)
-    alone = RatingReward().score(*given({"a": ANSWERS["a"], "b": ANSWERS["b"]})).value.view(3, 2)
-    torch.testing.assert_close(apart[:, :2], alone, equal_nan=True)
-    assert apart[:, 2].tolist() == [0.0, 0.0, 0.0], "nothing to compare with: no signal"
+    separate = RatingReward().score(completions, prompts, records).value.view(3, 3)
+    pair = RatingReward().score(*given({"a": ANSWERS["a"], "b": ANSWERS["b"]})).value.view(3, 2)
+    torch.testing.assert_close(separate[:, :2], pair, equal_nan=True)
+    assert separate[:, 2].tolist() == [0.0, 0.0, 0.0], "nothing to compare with: no signal"
 
 
 def test_the_form_is_paid_or_what_cannot_be_read_is_masked():

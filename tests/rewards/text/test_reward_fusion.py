@@ -24,7 +24,7 @@ def embed(texts: Sequence[str]) -> torch.Tensor:
 
 
 class Table:
-    """A value for each prompt, and what it was asked."""
+    """A value for each prompt; it keeps its requests."""
 
     name, unit, range, higher_is_better = "table", "points", (0.0, 9.0), False
 
@@ -69,7 +69,7 @@ def test_without_neighbours_the_score_is_that_of_the_reward_to_the_bit() -> None
     plain = load_text_reward("repetition")
     reward = load_text_reward("reward_fusion", reward="repetition", pool=["quite another question", "2 + 2 = ?"])
     texts = ["a b a b a b", "x y z", "no no no no no no"]
-    own, other = (each.score(texts, ["2 + 2 = ?"] * 3) for each in (plain, reward))
+    own, other = (scorer.score(texts, ["2 + 2 = ?"] * 3) for scorer in (plain, reward))
     assert torch.equal(own.value, other.value) and other.parts["neighbours"].tolist() == [0, 0, 0]
 
 

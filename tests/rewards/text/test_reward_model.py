@@ -21,9 +21,9 @@ SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "nu
 def tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
     words = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]  # the stub lacks the setter
-    made = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", unk_token="<unk>", eos_token="<end>")
-    made.chat_template = template
-    return made
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", unk_token="<unk>", eos_token="<end>")
+    wrapped.chat_template = template
+    return wrapped
 
 
 def config(**more) -> LlamaConfig:
@@ -36,8 +36,8 @@ def model(**more) -> LlamaForSequenceClassification:
 
 
 def test_the_logit_of_the_last_token_of_the_template():
-    made = model()
-    reward = RewardModel(made, tokenizer=tokenizer(), batch_size=4)
+    network = model()
+    reward = RewardModel(network, tokenizer=tokenizer(), batch_size=4)
     assert isinstance(reward, TextReward)
     scores = reward.score(["good", "bad and bad"], ["two", [{"role": "user", "content": "two"}]])
     for value, text in zip(
@@ -47,7 +47,7 @@ def test_the_logit_of_the_last_token_of_the_template():
     ):
         ids = torch.tensor([[WORDS.index(word) for word in text.split()]])
         with torch.no_grad():
-            expected = made.score(made.model(ids).last_hidden_state[:, -1])[0, 0]
+            expected = network.score(network.model(ids).last_hidden_state[:, -1])[0, 0]
         assert value == pytest.approx(expected.item(), abs=1e-6)
 
 
@@ -59,11 +59,11 @@ def test_it_keeps_the_contract_in_batches_of_any_size():
 
 
 def test_without_a_template_prompt_and_completion_are_joined():
-    made = model()
-    reward = RewardModel(made, tokenizer=tokenizer(None))
+    network = model()
+    reward = RewardModel(network, tokenizer=tokenizer(None))
     ids = torch.tensor([[WORDS.index("two"), WORDS.index("good")]])
     with torch.no_grad():
-        expected = made(input_ids=ids).logits.item()
+        expected = network(input_ids=ids).logits.item()
     assert reward.score([" good"], ["two"]).value.item() == pytest.approx(expected, abs=1e-6)
     with pytest.raises(RewardError, match="a prompt is a conversation, and the tokenizer has no chat template"):
         reward.score(["good"], [[{"role": "user", "content": "two"}]])
@@ -76,16 +76,16 @@ def test_too_long_and_forged_texts_are_invalid_alone():
     assert scores.valid.tolist() == [True, False, False, True] and scores.reason is not None
     assert scores.reason[1] == "prompt and completion have 25 tokens; the model reads 1 to 12"
     assert scores.reason[2] == "the completion spells out the special token '<end>'"
-    alone = reward.score(texts[:1], ["two"]).value
-    assert torch.allclose(scores.value[:1], alone, atol=1e-6)
+    single = reward.score(texts[:1], ["two"]).value
+    assert torch.allclose(scores.value[:1], single, atol=1e-6)
     assert RewardModel(model(), tokenizer=tokenizer(), max_length=3).max_length == 3
 
 
 def test_a_number_that_is_none_is_no_score():
-    made = model()
+    network = model()
     with torch.no_grad():
-        made.score.weight.fill_(float("nan"))
-    scores = RewardModel(made, tokenizer=tokenizer()).score(["good"], ["two"])
+        network.score.weight.fill_(float("nan"))
+    scores = RewardModel(network, tokenizer=tokenizer()).score(["good"], ["two"])
     assert scores.reason == ["the reward model gave nan for it"]
 
 

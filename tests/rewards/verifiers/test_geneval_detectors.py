@@ -123,9 +123,9 @@ IMAGES = [image.mul(255).round() / 255 for image in IMAGES]
 def test_detectors_of_transformers(save: Any, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(geneval_detectors, "MIN_SCORE", 0.001)
     detector = TransformersDetector(save(tmp_path / "model"))
-    asked = [["cat", "dog"], ["cat", "motorcycle"], ["dog", "cat"]]
-    detections = detector.detect(IMAGES, asked)
-    assert detector._parts[2] == kind and [list(part) for part in detections] == asked
+    classes = [["cat", "dog"], ["cat", "motorcycle"], ["dog", "cat"]]
+    detections = detector.detect(IMAGES, classes)
+    assert detector._parts[2] == kind and [list(part) for part in detections] == classes
     total = 0
     for image, part in zip(IMAGES, detections, strict=True):
         for item in part.values():
@@ -136,10 +136,10 @@ def test_detectors_of_transformers(save: Any, kind: str, tmp_path: Path, monkeyp
                 for box, mask in zip(item.boxes.long().tolist(), item.masks, strict=True):
                     assert bool(mask.any()) and int(mask[box[1] : box[3], box[0] : box[2]].sum()) == int(mask.sum())
     assert total > 0
-    alone = detector.detect(IMAGES[1:2], asked[1:2])[0]
-    for name in asked[1]:
-        torch.testing.assert_close(alone[name].boxes, detections[1][name].boxes, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(alone[name].scores, detections[1][name].scores, rtol=1e-5, atol=1e-6)
+    single = detector.detect(IMAGES[1:2], classes[1:2])[0]
+    for name in classes[1]:
+        torch.testing.assert_close(single[name].boxes, detections[1][name].boxes, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(single[name].scores, detections[1][name].scores, rtol=1e-5, atol=1e-6)
     assert (detector.problem("zebra") is None) == (kind == "zero_shot") and detector.problem("motorcycle") is None
     assert len(detector.fingerprint) == 32
 
@@ -168,8 +168,8 @@ def test_a_mask_that_vanished_is_no_object() -> None:
     masks = torch.zeros(2, 4, 6)
     masks[1, 1:3, 2:5] = 1
     info = [{"score": 0.9, "label_id": 0}, {"score": 0.8, "label_id": 1}]
-    boxes, scores, labels, kept = _mask_boxes({"segmentation": masks, "segments_info": info}, (4, 6))
+    boxes, scores, labels, object_masks = _mask_boxes({"segmentation": masks, "segments_info": info}, (4, 6))
     assert boxes.tolist() == [[2.0, 1.0, 5.0, 3.0]] and labels.tolist() == [1]
-    assert scores.tolist() == pytest.approx([0.8]) and kept is not None and len(kept) == 1
+    assert scores.tolist() == pytest.approx([0.8]) and object_masks is not None and len(object_masks) == 1
     none = _mask_boxes({"segmentation": masks[:1], "segments_info": info[:1]}, (4, 6))
     assert none[0].shape == (0, 4) and len(none[1]) == len(none[2]) == 0

@@ -61,10 +61,10 @@ def test_flooding_costs_here_and_not_in_the_published_rules(flood: str) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.text("abc", min_size=1, max_size=6), st.text("abc", max_size=6), st.text("xyz", min_size=1, max_size=6))
-def test_text_that_nobody_wanted_never_pays(target: str, seen: str, extra: str) -> None:
-    plain, flooded = text_score(target, seen), text_score(target, seen + extra)
+def test_text_that_nobody_wanted_never_pays(target: str, recognised: str, extra: str) -> None:
+    plain, flooded = text_score(target, recognised), text_score(target, recognised + extra)
     assert plain is not None and flooded is not None and 0 <= flooded <= 1
-    assert flooded < plain if plain and len(seen) >= len(target) else flooded <= plain
+    assert flooded < plain if plain and len(recognised) >= len(target) else flooded <= plain
 
 
 def test_several_texts_fit_in_any_order() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders that hold a LoRA alone: their base is found, wherever they lie and whoever wrote them."""
+"""Folders that hold only a LoRA: their base is found, wherever they lie and whoever wrote them."""
 
 import json
 import shutil
@@ -25,9 +25,9 @@ def states(judge: VisionLanguageEngine) -> torch.Tensor:
     return judge.hidden(ONE, [ASK]).states
 
 
-def save_lora(place, folder, seed: int, base: str, *, settings: bool = True) -> torch.Tensor:
-    """A random LoRA of the model at `place` in `folder`; returns what the two give together."""
-    judge = VisionLanguageEngine.from_pretrained(place)
+def save_lora(path, folder, seed: int, base: str, *, settings: bool = True) -> torch.Tensor:
+    """A random LoRA of the model at `path` in `folder`; returns what the two give together."""
+    judge = VisionLanguageEngine.from_pretrained(path)
     torch.manual_seed(seed)
     judge.model.add_adapter(LoraConfig(r=2, target_modules=TARGET, init_lora_weights=False))
     judge.model.eval()
@@ -89,7 +89,7 @@ def test_a_base_that_is_not_there_is_named(models, tmp_path):
 
 
 def test_a_lora_is_strict(models):
-    """peft warns of tensors that are missing, and says nothing of those that are left over."""
+    """peft warns of missing tensors, but not of surplus ones."""
     save_lora(models / "base", models / "lora", 1, "../base")
     file = models / "lora" / "adapter_model.safetensors"
     state = load_file(file)

@@ -45,9 +45,9 @@ def test_answers_depend_on_request_and_seed_alone(positions) -> None:
     judge = tiny_judge(positions=positions)
     options: dict[str, Any] = {"answers": 3, "max_new_tokens": 10}
     together = judge.generate(ONE, ASKS, seed=4, **options)
-    for place, ask in enumerate(ASKS):
-        alone = tiny_judge(positions=positions).generate(ONE, [ask], seed=4, **options)
-        assert alone.texts[0] == together.texts[place] and alone.finished[0] == together.finished[place]
+    for index, ask in enumerate(ASKS):
+        single = tiny_judge(positions=positions).generate(ONE, [ask], seed=4, **options)
+        assert single.texts[0] == together.texts[index] and single.finished[0] == together.finished[index]
     reverse = judge.generate(ONE, ASKS[::-1] + ASKS[:1], seed=4, **options)
     assert reverse.texts == [*together.texts[::-1], together.texts[0]]
     narrow = tiny_judge(positions=positions, max_tokens_per_batch=1).generate(ONE, ASKS, seed=4, **options)

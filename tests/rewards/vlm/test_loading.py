@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judges that see from a folder: settings, templates, adapters, and what is refused by message."""
+"""Vision judges from a folder: settings, templates, adapters, and refusals by message."""
 
 import json
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ OTHER = {"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "
 def test_a_folder_gives_the_same_as_its_parts(tmp_path, kind) -> None:
     judge = VisionLanguageEngine.from_pretrained(save_tiny_seeing_model(tmp_path, kind))
     assert judge.name == tmp_path.name and judge.weights and judge.positions == "mrope"
-    assert not judge.model.training and not any(one.requires_grad for one in judge.model.parameters())
+    assert not judge.model.training and not any(parameter.requires_grad for parameter in judge.model.parameters())
     torch.testing.assert_close(judge.hidden(ONE, [ASK]).states, tiny_judge(kind).hidden(ONE, [ASK]).states)
 
 
@@ -155,6 +155,6 @@ def test_quantization_needs_its_package_and_spares_what_is_read(monkeypatch):
 
 
 def test_a_model_that_is_partly_on_disk_is_refused():
-    held = SimpleNamespace(hf_device_map={"model.visual": 0, "lm_head": "disk"})
+    model = SimpleNamespace(hf_device_map={"model.visual": 0, "lm_head": "disk"})
     with pytest.raises(RewardError, match="device_map puts parts of the model on disk"):
-        loading.placed(held, "cuda", device_map="auto")
+        loading.placed(model, "cuda", device_map="auto")

@@ -29,8 +29,8 @@ def test_rows_of_an_image_share_their_beginning() -> None:
     assert [sorted(pack.numbers) for pack in packs] == [[0, 2, 3, 4], [1]]
     assert packs[0].shared == 10 and packs[1].shared == len(ROWS[1].ids)
     assert packs[0].length == 10 + sum(len(ROWS[n].ids) - 10 for n in (0, 2, 3, 4))
-    apart = pack_rows(ROWS, IMAGE, share=False)
-    assert sorted(pack.numbers for pack in apart) == [(n,) for n in range(5)]
+    separate = pack_rows(ROWS, IMAGE, share=False)
+    assert sorted(pack.numbers for pack in separate) == [(n,) for n in range(5)]
 
 
 def test_a_row_that_is_the_beginning_of_another_keeps_its_last_token() -> None:
@@ -38,8 +38,8 @@ def test_a_row_that_is_the_beginning_of_another_keeps_its_last_token() -> None:
     pack = pack_rows([one, two], IMAGE)[0]
     assert pack.shared == len(one.ids) - 1
     batch = collate([pack], IMAGE, 0, MERGE)
-    for (place, at), number in zip(batch.ends.tolist(), batch.numbers, strict=True):
-        assert int(batch.ids[place, at]) == (one, two)[number].ids[-1]
+    for (line, at), number in zip(batch.ends.tolist(), batch.numbers, strict=True):
+        assert int(batch.ids[line, at]) == (one, two)[number].ids[-1]
 
 
 def test_rows_that_differ_between_their_images_do_not_share() -> None:
@@ -54,18 +54,18 @@ def test_marked_places_positions_and_segments() -> None:
     packs = pack_rows(ROWS, IMAGE)
     batch = collate(packs, IMAGE, 0, MERGE)
     assert batch.positions is not None and batch.segments is not None
-    for (place, at), number in zip(batch.ends.tolist(), batch.numbers, strict=True):
+    for (line, at), number in zip(batch.ends.tolist(), batch.numbers, strict=True):
         own = torch.tensor([ROWS[number].ids])
         images: Any = [ROWS[number].images]
         expected, _ = rotary_positions(own == IMAGE, torch.ones_like(own), images, MERGE)
-        assert int(batch.ids[place, at]) == ROWS[number].ids[-1]
-        segment = int(batch.segments[place, at])
-        seen = (batch.segments[place] == segment) | (batch.segments[place] == 0)
-        seen &= torch.arange(len(seen)) <= at
-        assert tuple(batch.ids[place, seen].tolist()) == ROWS[number].ids
-        assert torch.equal(batch.positions[:, place, seen], expected[:, 0])
-        mask = attention_mask(batch.segments, torch.float32)[place, 0, at]
-        assert torch.equal(mask == 0, seen)
+        assert int(batch.ids[line, at]) == ROWS[number].ids[-1]
+        segment = int(batch.segments[line, at])
+        visible = (batch.segments[line] == segment) | (batch.segments[line] == 0)
+        visible &= torch.arange(len(visible)) <= at
+        assert tuple(batch.ids[line, visible].tolist()) == ROWS[number].ids
+        assert torch.equal(batch.positions[:, line, visible], expected[:, 0])
+        mask = attention_mask(batch.segments, torch.float32)[line, 0, at]
+        assert torch.equal(mask == 0, visible)
     assert batch.mask.sum() == sum(pack.length for pack in packs)
     assert int(batch.image_mask.sum()) == 6 + 6
 
@@ -73,8 +73,8 @@ def test_marked_places_positions_and_segments() -> None:
 def test_plain_positions_count_tokens() -> None:
     batch = collate(pack_rows(ROWS, IMAGE), IMAGE, 0, 0)
     assert batch.positions is not None and batch.segments is not None and batch.positions.ndim == 2
-    for (place, at), number in zip(batch.ends.tolist(), batch.numbers, strict=True):
-        assert int(batch.positions[place, at]) == len(ROWS[number].ids) - 1
+    for (line, at), number in zip(batch.ends.tolist(), batch.numbers, strict=True):
+        assert int(batch.positions[line, at]) == len(ROWS[number].ids) - 1
     assert collate(pack_rows(ROWS, IMAGE, share=False), IMAGE, 0, 0).positions is None
 
 

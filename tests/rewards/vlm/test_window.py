@@ -31,8 +31,8 @@ def make_images(canvas: bool) -> tuple[torch.Tensor, torch.Tensor, list[str]]:
         drawn = [torch.from_numpy(render(getattr(pair, name))).permute(2, 0, 1) for pair in pairs]
         if canvas:
             wide = [torch.full((3, 128, 128), 255, dtype=torch.uint8) for _ in drawn]
-            for whole, small in zip(wide, drawn, strict=True):
-                whole[:, 10:74, 60:124] = small
+            for large, small in zip(wide, drawn, strict=True):
+                large[:, 10:74, 60:124] = small
             drawn = wide
         sides.append(torch.stack(drawn))
     return sides[0], sides[1], [pair.prompt for pair in pairs]
@@ -54,7 +54,7 @@ def test_a_canvas_costs_a_packaged_judge_nothing(name: str) -> None:
 
 
 def test_a_map_of_what_is_wrong_is_of_the_whole_image() -> None:
-    """Cells are shares of the image that was given, so HEIE's model sees all of it."""
+    """Cells are shares of the given image, so HEIE's model sees all of it."""
     heads = HeieHeads.load(Path(resolve_model("shapes-heie")) / "heie_heads.safetensors")
     for judge in (Heie(), Heie("shapes-vlm", heads=heads)):
         assert "window" not in judge.engine.network.images.settings()
@@ -78,7 +78,7 @@ def test_a_saved_judge_keeps_its_window(tmp_path: Path) -> None:
 
 
 def test_pixels_with_a_gradient_are_those_without() -> None:
-    """Two images of one batch, of which one has a border, each with the gradient of what is seen of it."""
+    """Two images of one batch, one with a border, each with the gradient of its visible part."""
     config = {"size": 64, "interpolation": "bicubic", "resize_mode": "shortest", "window": 64}
     left, _, _ = make_images(canvas=True)
     generator = torch.Generator().manual_seed(0)

@@ -18,11 +18,11 @@ def head(activation: str = "none") -> AffineHead:
 
 class TestAffineHead:
     def test_published_keys_and_sizes(self) -> None:
-        """The LAION files (linear and relu), ImageReward and HP: same widths, two sets of places."""
-        for activation, places in (("none", (0, 2, 4, 6, 7)), ("relu", (0, 3, 6, 9, 11))):
+        """The LAION files (linear and relu), ImageReward and HP: same widths, two sets of indices."""
+        for activation, indices in (("none", (0, 2, 4, 6, 7)), ("relu", (0, 3, 6, 9, 11))):
             state = AffineHead(768, activation=activation).state_dict()  # pyright: ignore[reportArgumentType]
-            assert list(state) == [f"layers.{n}.{part}" for n in places for part in ("weight", "bias")]
-            shapes = [tuple(state[f"layers.{n}.weight"].shape) for n in places]
+            assert list(state) == [f"layers.{n}.{part}" for n in indices for part in ("weight", "bias")]
+            shapes = [tuple(state[f"layers.{n}.weight"].shape) for n in indices]
             assert shapes == [(1024, 768), (128, 1024), (64, 128), (16, 64), (1, 16)]
 
     def test_collapse_is_the_same_map(self) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is fetched of a hub repository, and what is said where nothing can be."""
+"""What is fetched from a hub repository, and the message where nothing can be."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def test_what_a_hub_id_looks_like(name, expected):
 def test_a_revision_is_asked_for_and_told(monkeypatch, tmp_path):
     (tmp_path / "config.json").write_text("{}")
     log = hub(monkeypatch, {"a/b": tmp_path})
-    found = local_folder("a/b@v2", ("*.json",))
-    assert revision_of(found) == COMMIT and (found / "config.json").is_file()
+    folder = local_folder("a/b@v2", ("*.json",))
+    assert revision_of(folder) == COMMIT and (folder / "config.json").is_file()
     assert log == ["list a/b", "fetch a/b config.json"]
     assert revision_of(tmp_path) == ""
 

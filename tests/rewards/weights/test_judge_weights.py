@@ -73,11 +73,11 @@ def test_the_head_of_hp_is_part_of_its_identity(hp_folder, tmp_path) -> None:
 @pytest.mark.parametrize("kind", [ClipScore, Hp])
 def test_a_model_that_is_loaded_in_inference_mode_scores_alike(kind, clip_folder, hp_folder, images) -> None:
     folder = clip_folder if kind is ClipScore else hp_folder
-    prompts, wanted = ["a red circle", "two circles"], kind(folder)
+    prompts, reference = ["a red circle", "two circles"], kind(folder)
     with torch.inference_mode():
         judge = kind(folder)
         value = judge.score(images, prompts).value
-    torch.testing.assert_close(value, wanted.score(images, prompts).value)
+    torch.testing.assert_close(value, reference.score(images, prompts).value)
     torch.testing.assert_close(judge.score(images, prompts).value, value)
 
 
@@ -104,20 +104,20 @@ def test_scoring_leaves_hpsv3_in_training_as_it_was() -> None:
 class Known(Brightness):
     """A reward with an identity that must not be asked for before it is needed."""
 
-    asked = 0
+    calls = 0
 
     @property
     def identity(self) -> Identity:
-        type(self).asked += 1
+        type(self).calls += 1
         return Identity(judge="brightness", model="mean")
 
 
 def test_links_and_references_are_part_of_an_identity() -> None:
     reward = Known()
     pairs = [as_pairwise(reward, link=link) for link in ("logistic", "normal")]
-    assert Known.asked == 0
-    found = [pair.identity for pair in pairs]  # type: ignore[attr-defined]
-    assert found[0].differences(found[1]) == ["options"] and found[0] != reward.identity
+    assert Known.calls == 0
+    identities = [pair.identity for pair in pairs]  # type: ignore[attr-defined]
+    assert identities[0].differences(identities[1]) == ["options"] and identities[0] != reward.identity
 
     class Pairs(BrightnessPairs):
         identity = Identity(judge="pairs", model="mean")
@@ -128,7 +128,7 @@ def test_links_and_references_are_part_of_an_identity() -> None:
         ReferenceReward(Pairs(), {"p": dark}),
         ReferenceReward(Pairs(), {"p": bright}, value="prob"),
     ]
-    digests = {one.identity.digest for one in against if one.identity is not None}
+    digests = {judge.identity.digest for judge in against if judge.identity is not None}
     assert len(digests) == 3 and Pairs.identity.digest not in digests
     assert ReferenceReward(Pairs(), {"p": bright}).identity == against[0].identity
 
@@ -169,15 +169,15 @@ def test_in_training_only_what_changed_is_read_again(monkeypatch) -> None:
 
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
     net[0].requires_grad_(False)
-    seen, real = [], weights_in_memory.tensor_print
-    monkeypatch.setattr(weights_in_memory, "tensor_print", lambda x: seen.append(tuple(x.shape)) or real(x))
+    shapes, real = [], weights_in_memory.tensor_print
+    monkeypatch.setattr(weights_in_memory, "tensor_print", lambda x: shapes.append(tuple(x.shape)) or real(x))
     print_of = WeightPrint(net, None)
-    found = [str(print_of), str(print_of)]
-    assert len(seen) == 4
-    step = torch.optim.SGD([one for one in net.parameters() if one.requires_grad], lr=0.1)
+    prints = [str(print_of), str(print_of)]
+    assert len(shapes) == 4
+    step = torch.optim.SGD([parameter for parameter in net.parameters() if parameter.requires_grad], lr=0.1)
     for _ in range(2):
         net(torch.ones(2, 4)).sum().backward()
         step.step()
-        found.append(str(print_of))
-    assert seen[4:] == [(1, 4), (1,)] * 2
-    assert len(set(found)) == 3 and found[-1] == weights_of(net)
+        prints.append(str(print_of))
+    assert shapes[4:] == [(1, 4), (1,)] * 2
+    assert len(set(prints)) == 3 and prints[-1] == weights_of(net)

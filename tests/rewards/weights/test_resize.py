@@ -38,8 +38,8 @@ def test_the_scores_move_by_less_than_a_thousandth_of_their_spread(tmp_path):
     size = reward.towers.preprocess["size"]
     images = [make_image(number) for number in range(24)]
     ours = reward.score(images, ["a red circle"] * 24).value
-    done = [Image.fromarray(by_crop(image, size)) for image in images]
-    theirs = reward.score(done, ["a red circle"] * 24).value
+    resized = [Image.fromarray(by_crop(image, size)) for image in images]
+    theirs = reward.score(resized, ["a red circle"] * 24).value
     assert (ours - theirs).abs().max() <= 1e-3 * ours.std()
 
 

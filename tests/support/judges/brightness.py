@@ -19,7 +19,7 @@ def grey(values: list[float], size: int = 8) -> Tensor:
 
 
 class BrightnessPairs:
-    """ℓ = scale (brightness left − right) + bias; answers hard when asked to; fails where told to."""
+    """ℓ = scale (brightness left − right) + bias; votes with `hard`; fails where `fails` says so."""
 
     name = "brightness_pairs"
 
@@ -53,7 +53,7 @@ class BrightnessPairs:
 
 
 class Brightness:
-    """Mean brightness with a constant standard deviation; counts the images that it is given."""
+    """Mean brightness with a constant standard deviation; counts its images."""
 
     name = "brightness"
     range = (0.0, 1.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards with a weakness that is planted on purpose, for tests of what must find it."""
+"""Rewards with a weakness planted on purpose, for tests of what must find it."""
 
 from __future__ import annotations
 
@@ -77,30 +77,30 @@ class Remembered:
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Any = None) -> Scores:
         samples = load_images(images).images
-        found = [sample for sample in samples if sample is not None]
-        keys = [(image.numpy().tobytes(), prompt) for image, prompt in zip(found, prompts, strict=True)]
+        readable = [sample for sample in samples if sample is not None]
+        keys = [(image.numpy().tobytes(), prompt) for image, prompt in zip(readable, prompts, strict=True)]
         new = {key: row for row, key in enumerate(keys) if key not in self._known}
         if new:
             rows = list(new.values())
-            scores = self.reward.score([found[row] for row in rows], [prompts[row] for row in rows])
+            scores = self.reward.score([readable[row] for row in rows], [prompts[row] for row in rows])
             reasons = scores.reason or [None] * len(rows)
             self._known |= dict(zip(new, zip(scores.value.tolist(), reasons, strict=True), strict=True))
-        said = [self._known[key] for key in keys]
-        return make_scores(torch.tensor([value for value, _ in said]), [why for _, why in said], self.unit)
+        entries = [self._known[key] for key in keys]
+        return make_scores(torch.tensor([value for value, _ in entries]), [why for _, why in entries], self.unit)
 
 
 class ComparesBy:
-    """Log-odds scale · (v_left − v_right) + place, from a reward's scores; each side is scored for itself."""
+    """Log-odds scale · (v_left − v_right) + bias, from a reward's scores; each side is scored for itself."""
 
-    def __init__(self, reward: PointwiseReward, *, place: float = 0.0, scale: float = 4.0) -> None:
+    def __init__(self, reward: PointwiseReward, *, bias: float = 0.0, scale: float = 4.0) -> None:
         self.name = f"compares_by_{reward.name}"
-        self.reward, self.place, self.scale = reward, place, scale
+        self.reward, self.bias, self.scale = reward, bias, scale
         self.asked = 0
 
     def log_odds(self, left: Any, right: Any, prompts: Sequence[str]) -> torch.Tensor:
         self.asked += len(prompts)
         one, two = (self.reward.score(side, prompts) for side in (left, right))
-        return self.scale * (one.value - two.value) + self.place
+        return self.scale * (one.value - two.value) + self.bias
 
     def compare(self, left: Any, right: Any, prompts: Sequence[str], metadata: Any = None) -> Preferences:
         log_odds = self.log_odds(left, right, prompts)
@@ -108,10 +108,10 @@ class ComparesBy:
 
 
 class PrefersTheLeft(ComparesBy):
-    """The exact verifier's partial credit, and a liking for the left place."""
+    """The exact verifier's partial credit, and a bias for the left side."""
 
-    def __init__(self, place: float = 1.5) -> None:
-        super().__init__(Remembered(ShapesVerifier("partial")), place=place)
+    def __init__(self, bias: float = 1.5) -> None:
+        super().__init__(Remembered(ShapesVerifier("partial")), bias=bias)
         self.name = "prefers_the_left"
 
 
@@ -121,9 +121,9 @@ class AveragesBothOrders(PrefersTheLeft):
     capabilities = RewardCapabilities(both_orders=True)
 
     def compare(self, left: Any, right: Any, prompts: Sequence[str], metadata: Any = None) -> Preferences:
-        there, back = self.log_odds(left, right, prompts), self.log_odds(right, left, prompts)
-        mean = (there - back) / 2
-        bias = {"position_bias": (there + back) / 2}
+        forward, back = self.log_odds(left, right, prompts), self.log_odds(right, left, prompts)
+        mean = (forward - back) / 2
+        bias = {"position_bias": (forward + back) / 2}
         return Preferences(prob=mean.sigmoid(), valid=torch.isfinite(mean), log_odds=mean, parts=bias)
 
 

@@ -3,7 +3,7 @@
 
 `python image_reward_official.py CODE FOLDER` with transformers 4.40, timm 0.6, fairscale and torchvision:
 CODE is a copy of github.com/THUDM/ImageReward, FOLDER what `tests.support.judges.official.image_reward` made.
-None of our code is imported. The packages' own openings, which import CLIP and diffusers, are passed over.
+None of our code is imported. The packages' `__init__` files, which import CLIP and diffusers, are skipped.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def official_model(code: Path, folder: Path) -> Any:
 
 def main(code: str, folder: str) -> None:
     """Print the scores of the folder's images under its prompts."""
-    model, place = official_model(Path(code), Path(folder)), Path(folder)
+    model, path = official_model(Path(code), Path(folder)), Path(folder)
     with torch.no_grad():
-        prompts = json.loads((place / "prompts.json").read_text())
-        files = sorted((place / "images").iterdir())
+        prompts = json.loads((path / "prompts.json").read_text())
+        files = sorted((path / "images").iterdir())
         scores = [model.score(p, Image.open(file)) for p, file in zip(prompts, files, strict=True)]
     print(json.dumps(scores))
 

@@ -46,6 +46,6 @@ def save_members(folder: Path) -> Path:
     return folder
 
 
-def joined(place: Path, members: int = 2, **options: Any) -> LoraEnsembleReward:
+def joined(root: Path, members: int = 2, **options: Any) -> LoraEnsembleReward:
     """The first members as one judge."""
-    return LoraEnsembleReward.from_members([place / f"m{m}" for m in range(members)], **options)
+    return LoraEnsembleReward.from_members([root / f"m{m}" for m in range(members)], **options)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judges on random checkpoints in their published layouts, and what the published recipes make of them.
+"""Judges on random checkpoints in their published layouts, and their scores by the published recipes.
 
 The recipes run the libraries' and the judges' own classes and image transforms, none of ours. `python -m
 tests.support.judges.official [NAME ...]` writes the scores of all judges, or of those named, to
@@ -57,7 +57,7 @@ PIXELS: dict[str, Any] = {"min_pixels": 64, "max_pixels": 4096}
 
 
 def images() -> list[Image.Image]:
-    """Noise of other sizes each; numpy's generator is the same everywhere."""
+    """Noise of different sizes; numpy's generator is the same everywhere."""
     random = np.random.default_rng(7)
     return [Image.fromarray(random.integers(0, 256, (*shape, 3), dtype=np.uint8)) for shape in SHAPES]
 
@@ -86,7 +86,7 @@ def _clip_tokens() -> Any:
 
     words = SimpleTokenizer()
     names = {"<start_of_text>": "<|startoftext|>", "<end_of_text>": "<|endoftext|>"}
-    vocabulary = {names.get(word, word): place for word, place in words.encoder.items()}
+    vocabulary = {names.get(word, word): index for word, index in words.encoder.items()}
     merges: Any = list(words.bpe_ranks)
     return CLIPTokenizer(vocab=vocabulary, merges=merges)
 
@@ -115,11 +115,11 @@ def _cosine(model: Any, pixels: Tensor, tokens: Any) -> Tensor:
     return (image * text).sum(-1)
 
 
-def _layers(widths: Sequence[int], places: Sequence[int], state: dict[str, Tensor]) -> nn.Module:
+def _layers(widths: Sequence[int], indices: Sequence[int], state: dict[str, Tensor]) -> nn.Module:
     """The published five-layer head without nonlinearity, in evaluation mode."""
     layers = [nn.Linear(a, b) for a, b in pairwise(widths)]
-    for layer, place in zip(layers, places, strict=True):
-        layer.load_state_dict({kind: state[f"layers.{place}.{kind}"] for kind in ("weight", "bias")})
+    for layer, index in zip(layers, indices, strict=True):
+        layer.load_state_dict({kind: state[f"layers.{index}.{kind}"] for kind in ("weight", "bias")})
     return nn.Sequential(*layers)
 
 
@@ -130,43 +130,43 @@ def pick_score(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
     """exp(logit_scale) · cos of CLIPProcessor's pixels and tokens."""
     from visalign.rewards.scorers.pick_score import PickScore
 
-    place = _clip_folder(folder / "pick", 1)
+    path = _clip_folder(folder / "pick", 1)
 
     def official() -> Tensor:
-        model = _clip_model(place)
+        model = _clip_model(path)
         tokens = _clip_tokens()(PROMPTS, padding=True, truncation=True, max_length=CONTEXT, return_tensors="pt")
         return model.logit_scale.exp() * _cosine(model, _processed(images()), tokens)
 
-    return PickScore(place), official
+    return PickScore(path), official
 
 
 def ict(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
     """The cosine alone; texts by open_clip's tokenizer."""
     from visalign.rewards.scorers.ict import Ict
 
-    place = _clip_folder(folder / "ict", 2)
+    path = _clip_folder(folder / "ict", 2)
 
     def official() -> Tensor:
         from open_clip import SimpleTokenizer
 
         ids = SimpleTokenizer(context_length=CONTEXT)(PROMPTS)
-        return _cosine(_clip_model(place), _processed(images()), {"input_ids": ids})
+        return _cosine(_clip_model(path), _processed(images()), {"input_ids": ids})
 
-    return Ict(place), official
+    return Ict(path), official
 
 
 def hp(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
     """The projected embedding, not normalised, through the head."""
     from visalign.rewards.scorers.hp import Hp
 
-    place = _clip_folder(folder / "hp" / "hp_backbone", 3)
+    path = _clip_folder(folder / "hp" / "hp_backbone", 3)
     file = folder / "hp" / "hp_scorer" / "mlp_pytorch_model.bin"
     file.parent.mkdir()
     torch.save(weights(head(16, WIDTHS[1:]), 4), file)
 
     def official() -> Tensor:
         layers = _layers(WIDTHS, PLACES, torch.load(file, weights_only=True))
-        return layers(_clip_model(place).get_image_features(_processed(images())).pooler_output)[:, 0]
+        return layers(_clip_model(path).get_image_features(_processed(images())).pooler_output)[:, 0]
 
     return Hp(folder / "hp"), official
 
@@ -175,15 +175,15 @@ def laion_aesthetic(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
     """OpenAI's transform, the normalised embedding, the head."""
     from visalign.rewards.scorers.laion_aesthetic import LaionAesthetic
 
-    place = _clip_folder(folder / "laion", 5)
-    torch.save(weights(head(16, WIDTHS[1:]), 6), place / "head.pth")
+    path = _clip_folder(folder / "laion", 5)
+    torch.save(weights(head(16, WIDTHS[1:]), 6), path / "head.pth")
 
     def official() -> Tensor:
-        layers = _layers(WIDTHS, PLACES, torch.load(place / "head.pth", weights_only=True))
-        found = _clip_model(place).get_image_features(_torchvision(images())).pooler_output
-        return layers(F.normalize(found, dim=-1))[:, 0]
+        layers = _layers(WIDTHS, PLACES, torch.load(path / "head.pth", weights_only=True))
+        embedding = _clip_model(path).get_image_features(_torchvision(images())).pooler_output
+        return layers(F.normalize(embedding, dim=-1))[:, 0]
 
-    return LaionAesthetic(place, head=place / "head.pth"), official
+    return LaionAesthetic(path, head=path / "head.pth"), official
 
 
 def hps_v2(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
@@ -200,7 +200,7 @@ def hps_v2(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
     def official() -> Tensor:
         if "HPSV2_CODE" not in os.environ:
             return torch.tensor(json.loads(FROZEN.read_text())["hps_v2"])
-        for name in ("hpsv2", "hpsv2.src", "hpsv2.src.open_clip"):  # their own openings fetch weights
+        for name in ("hpsv2", "hpsv2.src", "hpsv2.src.open_clip"):  # their `__init__` files fetch weights
             package = ModuleType(name)
             package.__path__ = [str(Path(os.environ["HPSV2_CODE"]) / name.replace(".", "/"))]
             sys.modules[name] = package
@@ -212,7 +212,7 @@ def hps_v2(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
         model.eval()
         ids = words.tokenize(PROMPTS, context_length=16)
         read = transform.image_transform(SIDE, is_train=False, resize_longest_max=True)
-        image = model.encode_image(torch.stack([read(one) for one in images()]), normalize=True)
+        image = model.encode_image(torch.stack([read(picture) for picture in images()]), normalize=True)
         return (image * model.encode_text(ids, normalize=True)).sum(-1)
 
     return HpsV2(file, architecture=OPEN_CLIP), official
@@ -239,19 +239,19 @@ def _seeing(folder: Path, seed: int, **changes: Any) -> tuple[Any, Any]:
 
 
 def _asked(processor: Any, text: str, *images: Image.Image) -> Any:
-    """The processor's inputs; an image is resized before, by PIL, as qwen-vl-utils does it, and in the
-    order of Pillow up to 12, the width first: 13 takes the height first where that is cheaper.
+    """The processor's inputs. PIL resizes an image first, as qwen-vl-utils does it: the width before the height,
+    as in Pillow up to 12. Pillow 13 takes the height first where that is cheaper.
     """
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-    shown, bicubic = [], Image.Resampling.BICUBIC
+    resized, bicubic = [], Image.Resampling.BICUBIC
     for image in images:
         height, width = smart_resize(image.height, image.width, factor=8, **PIXELS)
-        shown.append(image.resize((width, image.height), bicubic).resize((width, height), bicubic))
-    content = [*({"type": "image"} for _ in shown), {"type": "text", "text": text}]
+        resized.append(image.resize((width, image.height), bicubic).resize((width, height), bicubic))
+    content = [*({"type": "image"} for _ in resized), {"type": "text", "text": text}]
     messages = [{"role": "user", "content": content}]
     written = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return processor(text=[written], images=shown, return_tensors="pt")
+    return processor(text=[written], images=resized, return_tensors="pt")
 
 
 def vqa_score(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
@@ -262,11 +262,11 @@ def vqa_score(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
     text = SHOWS.messages[0]["content"][1]["text"]
 
     def official() -> Tensor:
-        yes, found = processor.tokenizer.convert_tokens_to_ids("y"), []
+        yes, probabilities = processor.tokenizer.convert_tokens_to_ids("y"), []
         for image, prompt in zip(images(), _SPELLED, strict=True):
             inputs = _asked(processor, text.replace("{prompt}", prompt), image)
-            found.append(model(**inputs).logits[0, -1].double().softmax(-1)[yes])
-        return torch.stack(found)
+            probabilities.append(model(**inputs).logits[0, -1].double().softmax(-1)[yes])
+        return torch.stack(probabilities)
 
     return VqaScore(folder / "vlm", answer="y"), official
 
@@ -284,7 +284,7 @@ def soft_tifa(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
     counted["seventy"] = ("seventy", "Seventy", " seventy", " Seventy", "other", " other")
 
     def official() -> Tensor:
-        found = []
+        scores = []
         for image in images():
             log = torch.zeros((), dtype=torch.float64)
             for question, answer in QUESTIONS:
@@ -293,8 +293,8 @@ def soft_tifa(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
                 forms = counted.get(answer, ("Yes", "yes", " yes", " Yes"))
                 first = [processor.tokenizer.encode(form)[0] for form in forms]
                 log += prob[first].sum().log()
-            found.append((log / len(QUESTIONS)).exp())
-        return torch.stack(found)
+            scores.append((log / len(QUESTIONS)).exp())
+        return torch.stack(scores)
 
     return SoftTifa(folder / "vlm", spellings="published"), official
 
@@ -320,23 +320,23 @@ def mps(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
             {k.removeprefix("cross_model."): v for k, v in state.items() if k.startswith("cross_model.")}
         )
         torch.save({k[6:]: v for k, v in state.items() if k.startswith("model.")}, folder / "pytorch_model.bin")
-        clip, found = _clip_model(folder), []
+        clip, scores = _clip_model(folder), []
         tokens = _clip_tokens()
 
         def words(text: str) -> tuple[Tensor, Tensor]:
             ids = tokens([text], padding="max_length", truncation=True, max_length=CONTEXT, return_tensors="pt")
-            told = clip.text_model(input_ids=ids["input_ids"])
-            return clip.text_projection(told.last_hidden_state), clip.text_projection(told.pooler_output)
+            output = clip.text_model(input_ids=ids["input_ids"])
+            return clip.text_projection(output.last_hidden_state), clip.text_projection(output.pooler_output)
 
         for image, prompt in zip(images(), PROMPTS, strict=True):
             text, end = words(prompt)
-            seen = clip.vision_model(pixel_values=_processed([image])).last_hidden_state
-            seen = clip.visual_projection(seen)
+            features = clip.vision_model(pixel_values=_processed([image])).last_hidden_state
+            features = clip.visual_projection(features)
             like = torch.einsum("bid,bjd->bji", text, words(OVERALL)[0]).max(1, keepdim=True)[0]
-            mask = torch.where(like / like.max() > 0.3, 0, float("-inf")).repeat(1, seen.shape[1], 1)
-            said = F.normalize(layers(seen, text, mask)[:, 0], dim=-1)
-            found.append(clip.logit_scale.exp() * (F.normalize(end, dim=-1) @ said.T)[0, 0])
-        return torch.stack(found)
+            mask = torch.where(like / like.max() > 0.3, 0, float("-inf")).repeat(1, features.shape[1], 1)
+            fused = F.normalize(layers(features, text, mask)[:, 0], dim=-1)
+            scores.append(clip.logit_scale.exp() * (F.normalize(end, dim=-1) @ fused.T)[0, 0])
+        return torch.stack(scores)
 
     return Mps(file), official
 
@@ -373,9 +373,9 @@ def image_reward(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
         if "IMAGE_REWARD_PYTHON" not in os.environ:
             return torch.tensor(json.loads(FROZEN.read_text())["image_reward"])
         script = Path(__file__).with_name("image_reward_official.py")
-        asked = [os.environ["IMAGE_REWARD_PYTHON"], script, os.environ["IMAGE_REWARD_CODE"], folder]
-        told = subprocess.run(asked, check=True, capture_output=True, text=True).stdout
-        return torch.tensor(json.loads(told.splitlines()[-1]))
+        command = [os.environ["IMAGE_REWARD_PYTHON"], script, os.environ["IMAGE_REWARD_CODE"], folder]
+        output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        return torch.tensor(json.loads(output.splitlines()[-1]))
 
     return ImageReward(folder, vision_heads=3), official
 
@@ -387,8 +387,8 @@ NUMBERS = 48
 def unified_reward(folder: Path, *, mode: Mode) -> tuple[Any, Callable[[], Tensor]]:
     """The released script: Qwen2.5-VL's own `generate` after its processor, and the numbers of the text.
 
-    Random weights write nothing that can be read. So the vocabulary has whole answers as tokens, which alone
-    have rows in the output layer, and an answer's embedding is the direction of the end's row.
+    Random weights write nothing that can be read. So whole answers are tokens, the only ones with rows in the
+    output layer; an answer's embedding is the direction of the end's row.
     """
     from visalign.rewards.chat.unified_reward import UnifiedReward
     from visalign.rewards.vlm.published import published_prompt
@@ -417,13 +417,13 @@ def unified_reward(folder: Path, *, mode: Mode) -> tuple[Any, Callable[[], Tenso
     processor.save_pretrained(folder)
 
     def official() -> Tensor:
-        found = []
+        scores = []
         for image, prompt in zip(images(), _SPELLED, strict=True):
             inputs = _asked(processor, published_prompt(f"unified_reward_{mode}").replace("{prompt}", prompt), image)
             ids = model.eval().generate(**inputs, max_new_tokens=512)[:, inputs["input_ids"].shape[1] :]
             text = processor.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-            found.append(points[spelled.index(text[0])])
-        return torch.tensor(found)
+            scores.append(points[spelled.index(text[0])])
+        return torch.tensor(scores)
 
     return UnifiedReward(model=str(folder), mode=mode, **PIXELS), official
 
@@ -443,7 +443,7 @@ JUDGES = {
 
 
 def inputs_of(name: str) -> tuple[list[Any], list[str], list[dict[str, Any]]]:
-    """Images or clips, prompts and records that a judge is asked with."""
+    """Images or clips, prompts and records for a judge."""
     if name in COLUMNS:
         return vlm_inputs(name)
     spelled = name in ("vqa_score", "soft_tifa", "unified_reward", "unified_reward_final")
@@ -451,15 +451,15 @@ def inputs_of(name: str) -> tuple[list[Any], list[str], list[dict[str, Any]]]:
 
 
 def main(names: Sequence[str]) -> None:
-    """Write what the official recipes give, of the judges named or of all."""
-    found = json.loads(FROZEN.read_text())
-    with tempfile.TemporaryDirectory() as place, torch.no_grad():
+    """Write the official recipes' scores, of the judges named or of all."""
+    frozen = json.loads(FROZEN.read_text())
+    with tempfile.TemporaryDirectory() as root, torch.no_grad():
         for name in names or JUDGES:
-            folder = Path(place) / name
+            folder = Path(root) / name
             folder.mkdir()
-            found[name] = JUDGES[name](folder)[1]().double().tolist()
+            frozen[name] = JUDGES[name](folder)[1]().double().tolist()
     FROZEN.parent.mkdir(exist_ok=True)
-    FROZEN.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    FROZEN.write_text(json.dumps(frozen, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -77,8 +77,8 @@ def films() -> list[np.ndarray]:
 
 def vlm_inputs(judge: str) -> tuple[list[Any], list[str], list[dict[str, Any]]]:
     """Images or clips, prompts and records; the source of an edit is the image before it."""
-    shown: list[Any] = films() if judge == "video_align" else pictures()
-    return shown, VLM_PROMPTS, [{"source": source} for source in (shown[-1], *shown[:-1])]
+    samples: list[Any] = films() if judge == "video_align" else pictures()
+    return samples, VLM_PROMPTS, [{"source": source} for source in (samples[-1], *samples[:-1])]
 
 
 def hpsv3(folder: Path) -> tuple[Any, Callable[[], Tensor]]:

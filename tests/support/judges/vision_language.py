@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judges on tiny random models that see, what the library makes of their requests, and a scripted one."""
+"""Judges on tiny random vision models, the library's own logits for their requests, and a scripted judge."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def noise(height: int, width: int, seed: int = 0) -> Tensor:
 
 
 def own_logits(judge: VisionLanguageEngine, template: Template, ask: Query) -> Tensor:
-    """What the library's processor and the whole model say [T, V], one request at a time."""
+    """Logits [T, V] by the library's processor and the whole model, one request at a time."""
     fields = {"prompt": ask.prompt, **ask.fields}
     text = judge.processor.apply_chat_template(template.filled(fields), tokenize=False, add_generation_prompt=True)
     images = [(image * 255).round().to(torch.uint8) for image in ask.images]
@@ -186,10 +186,10 @@ class _Words:
         self.words = list(words)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return "".join(self.words[one] for one in ids)
+        return "".join(self.words[token] for token in ids)
 
     def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
-        return [self.words[one] for one in ids]
+        return [self.words[token] for token in ids]
 
 
 class ScriptedEngine:
@@ -213,10 +213,10 @@ class ScriptedEngine:
 
     def token_ids(self, words: Sequence[str], *, skip_missing: bool = False) -> list[int]:
         missing = [word for word in words if word not in self._words]
-        found = [self._words.index(word) for word in words if word in self._words]
-        if (missing and not skip_missing) or not found:
+        ids = [self._words.index(word) for word in words if word in self._words]
+        if (missing and not skip_missing) or not ids:
             raise RewardError(f"The word {missing[0]!r} is several tokens of this model.")
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(ids))
 
     def identity_fields(self, template: Template, **options: Any) -> dict[str, Any]:
         return {"model": "scripted", "template": template.text, "options": options}
@@ -235,12 +235,12 @@ class ScriptedEngine:
         logits = torch.full((len(asks), len(ids)), math.nan)
         reasons: list[str | None] = []
         for row, ask in enumerate(asks):
-            found = self._probability(template, ask)
-            reasons.append("too long" if found is None else None)
-            if found is not None:
+            probabilities = self._probability(template, ask)
+            reasons.append("too long" if probabilities is None else None)
+            if probabilities is not None:
                 shift = 3.0  # logits are log-probabilities up to a constant
-                said = [found.get(self._words[one], 0.0) for one in ids]
-                logits[row] = torch.tensor(said, dtype=torch.float64).log().float() + shift
+                values = [probabilities.get(self._words[token], 0.0) for token in ids]
+                logits[row] = torch.tensor(values, dtype=torch.float64).log().float() + shift
         total = torch.full((len(asks),), 3.0) if left_over else None
         return AnswerLogits(logits, total, reasons)
 
@@ -248,7 +248,7 @@ class ScriptedEngine:
         assert self._answers is not None
         self.generated += asks
         texts = [self._answers(template, ask) for ask in asks]
-        return JudgeAnswers(texts, [[True] * len(one) for one in texts], [None] * len(asks))
+        return JudgeAnswers(texts, [[True] * len(row) for row in texts], [None] * len(asks))
 
 
 def given(value: T | None) -> T:
@@ -257,6 +257,6 @@ def given(value: T | None) -> T:
     return value
 
 
-def why(told: Any, row: int) -> str:
+def why(scores: Any, row: int) -> str:
     """The reason of a row of scores or preferences, which must have one."""
-    return given(given(told.reason)[row])
+    return given(given(scores.reason)[row])

@@ -3,8 +3,8 @@
 
 `python vlm_official.py JUDGE CODE FOLDER` with transformers 4.45.2 (EditReward: 4.57.0), the peft of its time, and
 Pillow 11, whose order of resizing ours has. CODE is a copy of the released code, FOLDER what
-`tests.support.judges.published_vlm` made. None of our code is imported. Replaced are the packages of training,
-decord (a clip is an array here), and flash attention by torch's; the numbers are float32.
+`tests.support.judges.published_vlm` made. None of our code is imported. The training packages, decord (a clip is
+an array here) and flash attention (by torch's) are replaced; the numbers are float32.
 """
 
 from __future__ import annotations
@@ -93,14 +93,14 @@ def _config(folder: Path, package: Any, name: str) -> str:
     return str(folder / f"{name}.yaml")
 
 
-def main(judge: str, code: str, place: str) -> None:
+def main(judge: str, code: str, directory: str) -> None:
     """Print a row for each image or clip."""
     for name, content in STUBS.items():
         sys.modules[name] = module = ModuleType(name)
         module.__spec__ = ModuleSpec(name, None)
         vars(module).update(content)
     sys.path.insert(0, code)
-    folder = Path(place)
+    folder = Path(directory)
     config: Any = transformers.AutoConfig.from_pretrained(folder / "base")
     base = getattr(transformers, config.architectures[0])(config)
     torch.save(base.state_dict(), folder / "base" / "pytorch_model.bin")  # replaced by the checkpoint's, strictly

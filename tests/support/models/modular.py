@@ -60,7 +60,7 @@ def tiny_qwen_image_21(*, turbo: bool = False) -> Any:
 
 
 def qwen_image_21_parts(*, turbo: bool) -> dict[str, Any]:
-    """What the classic pipeline is made of, too."""
+    """The components of the classic pipeline, too."""
     transformer = diffusers.QwenImage21Transformer2DModel(
         in_channels=8, out_channels=8, num_layers=2, attention_head_dim=16, num_attention_heads=2,
         context_in_dim=32, axes_dims_rope=(4, 6, 6),
@@ -94,16 +94,16 @@ def own_modular_run(
         pipe._blocks.sub_blocks.pop("prompt_upsampler", None)
     if "guider" in pipe.components:
         pipe.update_components(guider=diffusers.ClassifierFreeGuidance(guidance_scale=guidance))
-    whole, images = [], []
+    packed, images = [], []
     for prompt, start in zip(prompts, latents, strict=True):
         if type(pipe).__name__ == "Flux3ModularPipeline":  # its `latents` stand unpacked
             start = start.T.reshape(-1, call["height"] // 2, call["width"] // 2)
-        made = pipe(prompt=prompt, latents=start[None].clone(), output_type="pt", output=["latents", "images"], **call)
-        whole.append(made["latents"].flatten(2).mT)
-        image = made["images"]
+        run = pipe(prompt=prompt, latents=start[None].clone(), output_type="pt", output=["latents", "images"], **call)
+        packed.append(run["latents"].flatten(2).mT)
+        image = run["images"]
         alpha = image[:, 3:] if image.shape[1] == 4 else torch.ones_like(image[:, :1])
         images.append(image[:, :3] * alpha + 1 - alpha)
-    return torch.cat(whole).float(), torch.cat(images).float()
+    return torch.cat(packed).float(), torch.cat(images).float()
 
 
 def _pipeline(blocks: str, **parts: Any) -> Any:

@@ -42,8 +42,8 @@ def tiny_pipeline(name: str) -> tuple[Any, dict[str, Any]]:
     own = pipe.encode_prompt
 
     def encode_prompt(prompt: Any = None, *args: Any, **kwargs: Any) -> Any:
-        given = [v for k, v in kwargs.items() if "prompt_embeds" in k and v is not None]
-        if given:
+        embeds = [v for k, v in kwargs.items() if "prompt_embeds" in k and v is not None]
+        if embeds:
             return own(prompt, *args, **kwargs)
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         negative = kwargs.get("negative_prompt") or ""

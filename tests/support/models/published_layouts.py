@@ -117,8 +117,8 @@ def head(width: int, widths: tuple[int, ...] = HEAD_WIDTHS, *, relu: bool = Fals
     """The five-layer head of ICTHP, LAION and ImageReward."""
     shapes: Shapes = {}
     inputs = width
-    for place, outputs in zip((0, 3, 6, 9, 11) if relu else (0, 2, 4, 6, 7), widths, strict=True):
-        shapes |= _linear(f"{prefix}layers.{place}", outputs, inputs)
+    for index, outputs in zip((0, 3, 6, 9, 11) if relu else (0, 2, 4, 6, 7), widths, strict=True):
+        shapes |= _linear(f"{prefix}layers.{index}", outputs, inputs)
         inputs = outputs
     return shapes
 
@@ -207,43 +207,43 @@ def save_pickled_module(state: dict[str, Tensor], file: Path) -> None:
     """Write a module of a class that nobody can import later, as MPS is published; the rotary frequencies are
     written into the state.
     """
-    place = ModuleType("trainer")
-    kind = type("CLIPModel", (nn.Module,), {"__module__": place.__name__})
-    place.CLIPModel = kind  # type: ignore[attr-defined]
+    package = ModuleType("trainer")
+    kind = type("CLIPModel", (nn.Module,), {"__module__": package.__name__})
+    package.CLIPModel = kind  # type: ignore[attr-defined]
     root: Any = kind()
-    for key, held in state.items():
+    for key, tensor in state.items():
         if key.endswith("inv_freq"):
-            state[key] = held = 1 / 10000 ** (torch.arange(0, 2 * len(held), 2).float() / (2 * len(held)))
+            state[key] = tensor = 1 / 10000 ** (torch.arange(0, 2 * len(tensor), 2).float() / (2 * len(tensor)))
         *parents, name = key.split(".")
         module: Any = root
         for parent in parents:
             if parent not in module._modules:
                 module.add_module(parent, kind())
             module = module._modules[parent]
-        if held.is_floating_point() and not name.endswith(("bias", "inv_freq")):
-            module.register_parameter(name, nn.Parameter(held))
+        if tensor.is_floating_point() and not name.endswith(("bias", "inv_freq")):
+            module.register_parameter(name, nn.Parameter(tensor))
         else:
-            module.register_buffer(name, held)
-    sys.modules[place.__name__] = place
+            module.register_buffer(name, tensor)
+    sys.modules[package.__name__] = package
     try:
         torch.save(root, file)
     finally:
-        del sys.modules[place.__name__]
+        del sys.modules[package.__name__]
 
 
 def mps_layers(width: int, head: int, heads: int, *, layers: int) -> dict[str, tuple[int, ...]]:
     """Shapes of MPS's cross model under the published names, whose feedforward is four times as wide."""
-    inner, query, found = 4 * width, head * heads, {}
+    inner, query, shapes = 4 * width, head * heads, {}
     for number in range(layers):
         cross, block = (f"cross_model.layers.{number}.{part}.fn." for part in (0, 1))
-        for one in (cross, block):
-            found |= {f"{one}norm.weight": (width,), f"{one}norm.bias": (width,)}
-        found |= {f"{cross}to_q.weight": (query, width), f"{cross}to_kv.weight": (2 * head, width)}
-        found |= {f"{cross}to_out.weight": (width, query), f"{cross}ff.0.weight": (2 * inner, width)}
-        found |= {f"{cross}ff.2.weight": (width, inner), f"{block}rotary_emb.inv_freq": (head // 2,)}
-        found |= {f"{block}fused_attn_ff_proj.weight": (query + 2 * head + 2 * inner, width)}
-        found |= {f"{block}attn_out.weight": (width, query), f"{block}ff_out.1.weight": (width, inner)}
-    return found
+        for prefix in (cross, block):
+            shapes |= {f"{prefix}norm.weight": (width,), f"{prefix}norm.bias": (width,)}
+        shapes |= {f"{cross}to_q.weight": (query, width), f"{cross}to_kv.weight": (2 * head, width)}
+        shapes |= {f"{cross}to_out.weight": (width, query), f"{cross}ff.0.weight": (2 * inner, width)}
+        shapes |= {f"{cross}ff.2.weight": (width, inner), f"{block}rotary_emb.inv_freq": (head // 2,)}
+        shapes |= {f"{block}fused_attn_ff_proj.weight": (query + 2 * head + 2 * inner, width)}
+        shapes |= {f"{block}attn_out.weight": (width, query), f"{block}ff_out.1.weight": (width, inner)}
+    return shapes
 
 
 def weights(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny checkpoints of one file in the layouts that CivitAI has: diffusers' own conversion turned round."""
+"""Tiny checkpoints of one file in the layouts that CivitAI has: diffusers' own conversion reversed."""
 
 from __future__ import annotations
 
@@ -55,17 +55,17 @@ def _unet(unet: Any) -> dict[str, torch.Tensor]:
             _renamed(rest, RESNET) if kind == "resnets" else rest.replace("conv.", "op.") if side == "down" else rest
         )
         inner = rest if kind == "attentions" else inner
-        place = int(block or 0) * per_block + int(layer)
+        index = int(block or 0) * per_block + int(layer)
         if side == "mid":
             state[f"middle_block.{2 * int(layer) + (kind == 'attentions')}.{inner}"] = value
         elif side == "down":
-            place = int(block or 0) * per_block + per_block if kind == "downsamplers" else place + 1
-            state[f"input_blocks.{place}.{int(kind == 'attentions')}.{inner}"] = value
+            index = int(block or 0) * per_block + per_block if kind == "downsamplers" else index + 1
+            state[f"input_blocks.{index}.{int(kind == 'attentions')}.{inner}"] = value
         else:
             attends = hasattr(unet.up_blocks[int(block)], "attentions")
-            place = (int(block) + 1) * per_block - 1 if kind == "upsamplers" else place
+            index = (int(block) + 1) * per_block - 1 if kind == "upsamplers" else index
             slot = {"resnets": 0, "attentions": 1, "upsamplers": 1 + attends}[kind]
-            state[f"output_blocks.{place}.{slot}.{inner}"] = value
+            state[f"output_blocks.{index}.{slot}.{inner}"] = value
     return state
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random models of the Qwen-VL family that see, of some ten thousand numbers, with their processor."""
+"""Random vision models of the Qwen-VL family, of some ten thousand numbers, with their processor."""
 
 from __future__ import annotations
 
@@ -145,38 +145,38 @@ def policy(kind: str = "qwen2_vl", **options: Any) -> CausalLMPolicy:
     return CausalLMPolicy(tiny_seeing_model(kind), tiny_processor(), **options)
 
 
-def sampled(given: CausalLMPolicy, sampling: Sampling = NUCLEUS, **options: Any) -> TextRollout:
+def sampled(actor: CausalLMPolicy, sampling: Sampling = NUCLEUS, **options: Any) -> TextRollout:
     options = {"images": IMAGES, "seeds": 4, "num_generations": 3, "stopping": STOP, **options}
-    return given.generate(options.pop("prompts", PROMPTS), sampling=sampling, **options)
+    return actor.generate(options.pop("prompts", PROMPTS), sampling=sampling, **options)
 
 
-def own_inputs(given: CausalLMPolicy, place: int) -> dict[str, Any]:
-    """What the library's processor makes of a prompt."""
-    prompt, images = PROMPTS[place], IMAGES[place]
-    made: Any = given.processor
+def own_inputs(actor: CausalLMPolicy, row: int) -> dict[str, Any]:
+    """The library processor's inputs for a prompt."""
+    prompt, images = PROMPTS[row], IMAGES[row]
+    processor: Any = actor.processor
     text = prompt
     if not isinstance(prompt, str):
-        text = made.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-    return {**made(text=[text], images=images or None, return_tensors="pt")}
+        text = processor.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    return {**processor(text=[text], images=images or None, return_tensors="pt")}
 
 
-def own_logits(given: CausalLMPolicy, place: int, answer: Tensor) -> Tensor:
+def own_logits(actor: CausalLMPolicy, row: int, answer: Tensor) -> Tensor:
     """The model's own logits [T, V] of a completion: the whole model, its own positions, nothing cached."""
-    inputs = own_inputs(given, place)
+    inputs = own_inputs(actor, row)
     length = inputs["input_ids"].shape[1]
     added = {"input_ids": answer, "mm_token_type_ids": torch.zeros_like(answer)}
     for name, more in added.items():
         inputs[name] = torch.cat((inputs[name], more[None].to(inputs[name].dtype)), 1)
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-    return given.model(**inputs).logits[0, length - 1 : -1]
+    return actor.model(**inputs).logits[0, length - 1 : -1]
 
 
 def drawn(rollout: TextRollout, row: int) -> Tensor:
     return rollout.completion_ids[row, rollout.loss_mask[row] > 0]
 
 
-def perturb(given: CausalLMPolicy, scale: float = 0.1) -> None:
+def perturb(actor: CausalLMPolicy, scale: float = 0.1) -> None:
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
-        for _, parameter in given.trainable_parameters():
+        for _, parameter in actor.trainable_parameters():
             parameter.add_(scale * torch.randn(parameter.shape, generator=generator))

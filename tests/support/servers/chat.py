@@ -42,17 +42,17 @@ def sent_images(body: Body) -> list[np.ndarray]:
 
 def words(body: Body) -> str:
     """The texts of a request, joined."""
-    found = []
+    texts = []
     for message in body["messages"]:
         content = message["content"]
-        found += (
+        texts += (
             [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
         )
-    return "\n".join(found)
+    return "\n".join(texts)
 
 
 class ChatStub:
-    """What the server says, and what it was asked."""
+    """The server's answers, and its requests."""
 
     def __init__(self, answer: Callable[[Body], Any]) -> None:
         self.answer = answer
@@ -90,24 +90,24 @@ def _handler(stub: ChatStub) -> type[BaseHTTPRequestHandler]:
             finally:
                 stub.leave()
 
-        def _answer(self, said: Any) -> None:
-            if said == "!hang":
+        def _answer(self, reply: Any) -> None:
+            if reply == "!hang":
                 stub.closing.wait(60)
-            elif said == "!drip":  # a byte now and then, for ever
+            elif reply == "!drip":  # a byte now and then, for ever
                 self.send_response(200)
                 self.send_header("Content-Length", "1000")
                 self.end_headers()
                 while not stub.closing.wait(0.2):
                     self.wfile.write(b" ")
-            elif said == "!reset":  # the connection is torn down in the middle of an answer
+            elif reply == "!reset":  # the connection is torn down in the middle of an answer
                 self.send_response(200)
                 self.send_header("Content-Length", "1000")
                 self.end_headers()
                 self.wfile.write(b'{"choices": [')
                 self.wfile.flush()
                 self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            elif said != "!close":
-                status, text, headers = said if isinstance(said, tuple) else (200, said, {})
+            elif reply != "!close":
+                status, text, headers = reply if isinstance(reply, tuple) else (200, reply, {})
                 raw = (text if isinstance(text, str) else json.dumps(text)).encode()
                 self.send_response(status)
                 for name, value in {**headers, "Content-Length": str(len(raw))}.items():

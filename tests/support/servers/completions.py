@@ -20,7 +20,7 @@ Reply = dict[str, Any]
 
 
 class TinyServer:
-    """What the server serves, how it misbehaves, and what it was asked."""
+    """The served policy, faults on demand, and all requests."""
 
     def __init__(self, policy: CausalLMPolicy, *, mode: str = "raw_logprobs") -> None:
         self.policy, self.mode = policy, mode
@@ -55,7 +55,7 @@ class TinyServer:
         return [body for path, body in self.asked if path == "/v1/completions" and body["max_tokens"] > 1]
 
     def answer(self, path: str, body: Reply) -> tuple[int, Any]:
-        """Status and what is sent back."""
+        """Status and body of a reply."""
         if path == "/v1/models":
             cards: list[Reply] = [{"id": "tiny", "max_model_len": self.max_model_len}]
             cards += [{"id": name, "parent": "tiny"} for name in self.adapters]
@@ -90,27 +90,27 @@ class TinyServer:
     def _complete(self, body: Reply) -> Reply:
         tokenizer: Any = self.policy.tokenizer
         sampling = Sampling(temperature=body["temperature"], top_k=max(0, body["top_k"]), top_p=body["top_p"])
-        given = body["prompt"]
-        # what a tool answered need not be what its text is tokenized to: it is read behind the prompt
+        prompt_ids = body["prompt"]
+        # a tool's ids may differ from its text's tokens: they are read behind the prompt
         prompt = next(
             n
-            for n in range(len(given), 0, -1)
-            if self.policy.prompts.encode([tokenizer.decode(given[:n])])[0] == given[:n]
+            for n in range(len(prompt_ids), 0, -1)
+            if self.policy.prompts.encode([tokenizer.decode(prompt_ids[:n])])[0] == prompt_ids[:n]
         )
         stopping = StoppingCriteria(
-            max_new_tokens=body["max_tokens"] + len(given) - prompt,
+            max_new_tokens=body["max_tokens"] + len(prompt_ids) - prompt,
             strings=tuple(body["stop"]),
             eos_ids=tuple(body["stop_token_ids"]) if body["ignore_eos"] else None,
         )
         base = body["model"] == "tiny" and self.policy.lora is not None
         with self.policy.reference() if base else nullcontext():
             rollout = self.policy.generate(
-                [tokenizer.decode(given[:prompt])], seeds=[body["seed"]], sampling=sampling,
-                stopping=stopping, after=[given[prompt:]],
+                [tokenizer.decode(prompt_ids[:prompt])], seeds=[body["seed"]], sampling=sampling,
+                stopping=stopping, after=[prompt_ids[prompt:]],
             )  # fmt: skip
-            assert rollout.prompt_ids[0].tolist() == given[:prompt]
+            assert rollout.prompt_ids[0].tolist() == prompt_ids[:prompt]
             ids = rollout.completion_ids[0, rollout.loss_mask[0] == 1].tolist()
-            log_prob, top = self._log_probs(rollout, given, ids, body["logprobs"])
+            log_prob, top = self._log_probs(rollout, prompt_ids, ids, body["logprobs"])
         reason = rollout.stop_reason[0]
         names = [f"token_id:{token}" for token in ids]
         choice = {
@@ -126,22 +126,22 @@ class TinyServer:
 
     @torch.no_grad()
     def _log_probs(
-        self, rollout: TextRollout, given: list[int], ids: list[int], listed: int
+        self, rollout: TextRollout, prompt_ids: list[int], ids: list[int], listed: int
     ) -> tuple[list[float], list[dict[str, float]]]:
         """Of the drawn tokens, and the listed most probable ones with the drawn one first, as vLLM does."""
         model: Any = self.policy.model
-        logits = model(torch.tensor([given + ids]), use_cache=False).logits[0, len(given) - 1 : -1]
+        logits = model(torch.tensor([prompt_ids + ids]), use_cache=False).logits[0, len(prompt_ids) - 1 : -1]
         log_p = log_distribution(logits)
         if self.mode == "processed_logprobs":
             log_p = log_distribution(logits, rollout.sampling.scale)
-            kept = kept_tokens(log_p, rollout.sampling)
-            log_p = log_p if kept is None else log_distribution(log_p, kept=kept)
+            selected = kept_tokens(log_p, rollout.sampling)
+            log_p = log_p if selected is None else log_distribution(log_p, kept=selected)
         log_p = log_p.clamp(min=-9999.0)
         top = []
         for token, row in zip(ids, log_p, strict=True):
             best = row.topk(min(listed, row.shape[0]))
             pairs = [(token, row[token]), *zip(best.indices.tolist(), best.values, strict=True)]
-            top.append({f"token_id:{place}": float(value) for place, value in pairs})
+            top.append({f"token_id:{candidate}": float(value) for candidate, value in pairs})
         return log_p.gather(-1, torch.tensor(ids)[:, None])[:, 0].tolist(), top
 
 
@@ -201,7 +201,7 @@ def serving(policy: CausalLMPolicy, **options: Any) -> Iterator[TinyServer]:
     server, ready = TinyServer(policy, **options), threading.Event()
 
     def serve() -> None:
-        """One life after the other, all at the port of the first."""
+        """One server after another, all at the first's port."""
         port = 0
         while not server.closing.wait(server.away if port else 0):
             with _Threads(("127.0.0.1", port), _handler(server)) as server.http:

@@ -58,7 +58,7 @@ class ToyNet(nn.Module):
         self.base = nn.Conv2d(4, 4, 3, padding=1, bias=False, dtype=dtype)
         self.base.weight.data = 0.1 * torch.randn(4, 4, 3, 3, generator=draw).to(dtype)
         self.base.requires_grad_(False)
-        self.register_buffer("unused", torch.zeros(1))  # DDP hands buffers round
+        self.register_buffer("unused", torch.zeros(1))  # DDP broadcasts buffers
         self.shift = nn.Parameter(torch.zeros(3, 4, dtype=dtype))
         self.mix = nn.Linear(4, 4, bias=False, dtype=dtype)
         nn.init.zeros_(self.mix.weight)
@@ -105,7 +105,7 @@ class ToyPolicy:
         return 1000 * sigmas
 
     def velocity(self, x: Tensor, sigma: Tensor, condition: ToyCondition, time: Tensor | None = None) -> Tensor:
-        least = torch.float64 if x.dtype == torch.float64 else torch.float32
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         if torch.is_grad_enabled():
             self.count.forward_backward += len(x)
         else:
@@ -118,7 +118,7 @@ class ToyPolicy:
         v = self.net(x, sigma.to(x.dtype), condition.index)
         if unguided is not None:
             v = unguided + 1.5 * (v - unguided)
-        return v.to(least)
+        return v.to(dtype)
 
     def decode(self, latents: Tensor) -> Tensor:
         return torch.sigmoid(latents[:, :3].float()).repeat_interleave(2, 2).repeat_interleave(2, 3)
@@ -128,7 +128,7 @@ class ToyPolicy:
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        kept = [p.detach().clone() for _, p in self.trainable_parameters()]
+        saved = [p.detach().clone() for _, p in self.trainable_parameters()]
         with torch.no_grad():
             for _, p in self.trainable_parameters():
                 p.zero_()
@@ -136,7 +136,7 @@ class ToyPolicy:
             yield
         finally:
             with torch.no_grad():
-                for (_, p), own in zip(self.trainable_parameters(), kept, strict=True):
+                for (_, p), own in zip(self.trainable_parameters(), saved, strict=True):
                     p.copy_(own)
 
     def trainable_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -152,7 +152,7 @@ def policy_weights(policy: ToyPolicy) -> Tensor:
 
 
 def gradients_of(policy: Any) -> Tensor:
-    """The gradients that are there, in a row."""
+    """The existing gradients, in a row."""
     return torch.cat([p.grad.flatten() for _, p in policy.trainable_parameters() if p.grad is not None])
 
 
@@ -175,7 +175,7 @@ class Brightness:
 
 
 class Loud(Brightness):
-    """The share of one colour's light, ten thousand fold: a sum hears it alone."""
+    """Ten thousand times one colour's share of light: it dominates a sum."""
 
     def __init__(self, colour: int = 0) -> None:
         self.colour = colour
@@ -239,7 +239,7 @@ def none_owned(shares: Shares) -> Shares:
 
 
 def outcome(folder: Path) -> tuple[str, dict[str, dict[str, bytes]], list[dict[str, Any]]]:
-    """What equal runs have alike: the last checkpoint's name and tensors, and the metrics without times."""
+    """What equal runs share: the last checkpoint's name and tensors, and the metrics without times."""
     stored = checkpoint.folders(folder / "checkpoints")[-1]
     tensors = {
         str(path.relative_to(stored)): {
@@ -258,6 +258,6 @@ def check_resume(make: Callable[..., Trainer[Any]], folder: Path, first: int, la
             trainer = make(folder / name, run={"iterations": iterations, **run})
             trainer.resume()
             trainer.train()
-    whole = outcome(folder / "whole")
-    assert whole == outcome(folder / "parts")
-    return whole, trainer
+    uninterrupted = outcome(folder / "whole")
+    assert uninterrupted == outcome(folder / "parts")
+    return uninterrupted, trainer

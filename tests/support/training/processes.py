@@ -69,7 +69,7 @@ class SlowLetters(Letters):
 
 
 class FewLetters(Letters):
-    """Has nothing to say of most prompts, so that a step keeps few groups."""
+    """Gives most prompts no signal, so that a step keeps few groups."""
 
     def score(self, completions: Any, prompts: Any, metadata: Any = None) -> Any:
         scores = super().score(completions, prompts, metadata)
@@ -79,11 +79,11 @@ class FewLetters(Letters):
 
 def text(folder: Path, accelerator: Accelerator, algorithm: str, **changes: Any) -> Trainer[Any]:
     """A trainer of text on samples that no number of processes divides."""
-    given = {"rollout": {**UNEVEN, **changes.pop("rollout", {})}, **changes}
-    pace = {"micro_batch": 4, "ema_decay": 0.5, "lr": 1e-3, **given.pop("optimizer", {})}
-    run = {"iterations": 2, "checkpoint_every": 1, **given.pop("run", {})}
-    given["sharding"] = given.get("sharding", False) and accelerator.num_processes > 1
-    return toy_text_trainer(folder, algorithm, accelerator=accelerator, optimizer=pace, run=run, **given)
+    arguments = {"rollout": {**UNEVEN, **changes.pop("rollout", {})}, **changes}
+    pace = {"micro_batch": 4, "ema_decay": 0.5, "lr": 1e-3, **arguments.pop("optimizer", {})}
+    run = {"iterations": 2, "checkpoint_every": 1, **arguments.pop("run", {})}
+    arguments["sharding"] = arguments.get("sharding", False) and accelerator.num_processes > 1
+    return toy_text_trainer(folder, algorithm, accelerator=accelerator, optimizer=pace, run=run, **arguments)
 
 
 def slow(folder: Path, accelerator: Accelerator) -> Trainer[Any]:
@@ -115,7 +115,7 @@ def sft(folder: Path, accelerator: Accelerator, sharding: bool = False) -> Train
 
 
 def kto(folder: Path, accelerator: Accelerator) -> Trainer[Any]:
-    """Batches of three votes, of which four are there."""
+    """Batches of three of the four votes."""
     policy, settings = toy_policy(), DPOSettings(row="kto")
     records = with_mismatched(policy, [*DEMONSTRATIONS, DEMONSTRATIONS[0]])
     algorithm = DPO(
@@ -137,7 +137,7 @@ def judge(folder: Path, accelerator: Accelerator, sharding: bool = False) -> Tra
         accelerator=accelerator,
         sharding=sharding and accelerator.num_processes > 1,
     )
-    # pairs know nothing of a bias, whose gradient is rounding: AdamW's steps must not be blown up by it
+    # pairs do not depend on a bias, so its gradient is rounding, which AdamW must not amplify
     pace = OptimizerSettings(lr=1e-3, eps=1e-2, ema_decay=0.5, ema_every=1)
     return Trainer(algorithm, optimizer=pace, run=_run(folder))
 
@@ -152,14 +152,14 @@ def process_reward(folder: Path, accelerator: Accelerator, sharding: bool = Fals
     settings = FitSettings(batch_size=2, epochs=2, learning_rate=1e-3)
     divided = model if sharding and accelerator.num_processes > 1 else None
     trainer = label_trainer(list(model.named_parameters()), settings, divided=divided)
-    made: Any = trainer
+    untyped: Any = trainer
 
     def train() -> None:
         reports = train_process_reward(model, tiny_tokenizer(), STEPS, trainer=trainer)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "reports.txt").write_text("\n".join(f"{r.loss} {r.accuracy} {r.labels}" for r in reports))
 
-    made.train = train
+    untyped.train = train
     return trainer
 
 
@@ -230,7 +230,7 @@ JOBS: dict[str, Callable[[Path, Accelerator], Trainer[Any]]] = {
         rollout={"top_p": 0.9},
         run={"iterations": 3},
     ),
-    # its head begins at 0, with gradients that are rounding: AdamW's steps must not be blown up by it
+    # its head begins at 0, where gradients are rounding, which AdamW must not amplify
     "flowrl": lambda f, a: text(f, a, "flowrl", optimizer={"eps": 1e-2}),
     "ppo": lambda f, a: text(
         f, a, "ppo", objective={"epochs": 2}, rollout={"truncated": "mask", "max_new_tokens": 24}
@@ -283,12 +283,12 @@ def run(folder: Path, names: Sequence[str]) -> None:
 
 
 def _kept(trainer: Trainer[Any], gradients: list[torch.Tensor]) -> Any:
-    """The trainer's clipping, which keeps the gradient that it was given."""
+    """The trainer's clipping, which keeps its gradient."""
     weights, clip = trainer.weights, trainer.weights.clip
 
     def clipped(max_norm: float) -> float:
-        found = [torch.zeros_like(m) if m.grad is None else m.grad for _, m in weights.masters]
-        gradients.append(torch.cat([gathered(gradient).flatten() for gradient in found]))
+        slopes = [torch.zeros_like(m) if m.grad is None else m.grad for _, m in weights.masters]
+        gradients.append(torch.cat([gathered(gradient).flatten() for gradient in slopes]))
         return clip(max_norm)
 
     return clipped
@@ -300,7 +300,7 @@ def forked(folder: Path, processes: int, names: Sequence[str]) -> bool:
 
 
 def in_forks(folder: Path, processes: int, work: Callable[[], object]) -> bool:
-    """Do `work` in several processes, forks of this one, whose ids are in FOLDER/pid.RANK; whether all ended well."""
+    """Run `work` in several forks of this process, with ids in FOLDER/pid.RANK; return whether all ended well."""
     folder.mkdir(parents=True, exist_ok=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -42,8 +42,8 @@ class ToyPairs:
         points = rng.uniform(-1, 1, size=(self.size, 2, 2))
         points[..., 1] = np.abs(points[..., 1])
         utility, noise = 2 * points[..., 0], 0.1 + 2 * points[..., 1]
-        seen = rng.normal(utility[..., None], noise[..., None], size=(self.size, 2, max(self.votes, 1)))
-        won = (seen[:, 0] > seen[:, 1]).sum(1)
+        draws = rng.normal(utility[..., None], noise[..., None], size=(self.size, 2, max(self.votes, 1)))
+        won = (draws[:, 0] > draws[:, 1]).sum(1)
         chosen = np.arange(self.size)[part[0] :: part[1]]
         for start in range(0, len(chosen), self.micro):
             rows = chosen[start : start + self.micro]

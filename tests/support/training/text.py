@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A text trainer on a random model of a few thousand numbers that is asked for the letter a."""
+"""A text trainer on a random model of a few thousand numbers, rewarded for the letter a."""
 
 from __future__ import annotations
 
@@ -91,8 +91,8 @@ def toy_text_trainer(
     settings = TextObjectiveSettings(**{"algorithm": algorithm, **(objective or {})})
     built = settings.build(length=5)
     if policy is None:
-        wanted = 2 if algorithm == "safe" else 1
-        policy = toy_policy(value=wanted if built.value and not separate_value else 0)
+        critics = 2 if algorithm == "safe" else 1
+        policy = toy_policy(value=critics if built.value and not separate_value else 0)
     if separate_value:
         trunk: Any = tiny_model(seed=3).model
         with torch.random.fork_rng(devices=[]):

@@ -25,7 +25,7 @@ def _collected(trainer: Any) -> tuple[Any, list[Any]]:
 
 
 def _gradient(trainer: Any) -> torch.Tensor:
-    """Of all updates of an iteration, the policy moved before them."""
+    """Gradient of an iteration's updates, the policy moved before them."""
     algorithm, policy = trainer.algorithm, trainer.algorithm.policy
     experience, steps = _collected(trainer)
     with torch.no_grad():
@@ -37,8 +37,8 @@ def _gradient(trainer: Any) -> torch.Tensor:
 
 def _trainer(folder: Any, *, micro_batch: int = 64, updates: int = 2, **more: Any) -> Any:
     pace = {"micro_batch": micro_batch, "updates_per_iteration": updates}
-    given: dict[str, Any] = {"rollout": TREE, "objective": BRANCHES, **more}
-    return toy_trainer(folder, policy=ToyPolicy(torch.float64), optimizer=pace, **given)
+    options: dict[str, Any] = {"rollout": TREE, "objective": BRANCHES, **more}
+    return toy_trainer(folder, policy=ToyPolicy(torch.float64), optimizer=pace, **options)
 
 
 def test_a_step_earns_the_mean_of_its_images_standardised_at_its_depth(tmp_path):
@@ -47,13 +47,13 @@ def test_a_step_earns_the_mean_of_its_images_standardised_at_its_depth(tmp_path)
     reward = experience.trajectories.reward.view(6, 2, 2, 2).double()  # prompt, tree, first way, second way
     levels = [reward.mean(3, keepdim=True), reward.mean(3, keepdim=True), reward]
     sample = torch.cat([step.sample for step in steps])
-    found = torch.cat([step.prepared.advantage for step in steps])[sample.argsort()].view(6, 8, 3)
+    advantage = torch.cat([step.prepared.advantage for step in steps])[sample.argsort()].view(6, 8, 3)
     for step, level in enumerate(levels):
         value = level.expand_as(reward).reshape(6, 8)
         nodes = level.reshape(6, -1)  # each path once: 4, 4 and 8
         assert nodes.shape[1] == (4, 4, 8)[step]
         expected = (value - nodes.mean(1, keepdim=True)) / (nodes.std(1, keepdim=True) + 1e-8)
-        torch.testing.assert_close(found[:, :, step].double(), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(advantage[:, :, step].double(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_failed_image_leaves_the_mean_and_its_step_is_still_trained(tmp_path):
@@ -71,8 +71,8 @@ def test_a_failed_image_leaves_the_mean_and_its_step_is_still_trained(tmp_path):
     expected = (nodes - nodes.mean()) / (nodes.std() + 1e-8)
     torch.testing.assert_close(t.advantage[1:8:2, 0].double(), expected, rtol=1e-4, atol=1e-5)
     step = next(step for step in steps if 1 in step.sample)
-    place, decision, times = trainer.algorithm._pairs(experience, step, step.local_rows(torch.arange(48)))
-    rows = step.sample[place]
+    row, decision, times = trainer.algorithm._pairs(experience, step, step.local_rows(torch.arange(48)))
+    rows = step.sample[row]
     assert 0 not in rows and len(rows) == len(step.sample) // 8 * (4 + 4 + 7)
     assert times[(rows == 1) & (decision == 0)] == 1 and times[(rows == 2) & (decision == 0)] == 2
 
@@ -82,21 +82,21 @@ def test_what_is_trained_once_counts_as_for_each_image(tmp_path, objective):
     """The gradient is that of all images' steps, for 15 passes a group in place of 24."""
     objective = {**BRANCHES, **objective}
     once = [_trainer(tmp_path, micro_batch=size, objective=objective) for size in (500, 1, 7)]
-    whole, *parts = map(_gradient, once)
-    assert whole.norm() > 1e-5
-    for found in parts:
-        torch.testing.assert_close(found, whole, rtol=1e-9, atol=1e-12)
+    expected, *parts = map(_gradient, once)
+    assert expected.norm() > 1e-5
+    for gradient in parts:
+        torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-12)
     every = _trainer(tmp_path, objective=objective)
     algorithm = every.algorithm
     collect = algorithm.collect
 
     def each_alone(run: Any) -> Any:
-        made = collect(run)
-        made.experience.node = torch.arange(48)[:, None].expand(48, 3)
-        return made
+        collected = collect(run)
+        collected.experience.node = torch.arange(48)[:, None].expand(48, 3)
+        return collected
 
     algorithm.collect = each_alone
-    torch.testing.assert_close(_gradient(every), whole, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(_gradient(every), expected, rtol=1e-9, atol=1e-12)
     counted = [t.algorithm.policy.count.forward_backward for t in (every, once[0])]
     assert counted == [6 * 8 * 3, 6 * (4 + 4 + 8)]
 
@@ -120,9 +120,9 @@ def test_the_cost_is_the_planned_one(rollout_, sampled, pairs, tmp_path):
 
 def test_it_learns_and_a_resume_is_exact(tmp_path):
     make = partial(toy_trainer, rollout={**TREE, "overlap": 3}, objective=BRANCHES)
-    whole, trainer = check_resume(make, tmp_path, 3, 10)
+    outcome, trainer = check_resume(make, tmp_path, 3, 10)
     assert trainer.counters.updates == 20 and not trainer.counters.skipped
-    rewards = [row["reward_mean"] for row in whole[2]]
+    rewards = [row["reward_mean"] for row in outcome[2]]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.05
 
 

@@ -31,14 +31,14 @@ def _records() -> list[dict[str, Any]]:
 
 
 def _trainer(folder: Path, **changes: Any) -> Any:
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "objective": {"algorithm": "sft"},
         "rollout": {"prompts_per_iteration": 12, "group_size": 1},
         "records": _records(),
         "optimizer": {"lr": 0.01},
         "stored": lambda records: TABLE[[record["latent"] for record in records]],
     }
-    return toy_trainer(folder, reward=StoredPreference(), **{**given, **changes})
+    return toy_trainer(folder, reward=StoredPreference(), **{**defaults, **changes})
 
 
 def test_the_loss_is_that_of_flow_matching(tmp_path):
@@ -47,17 +47,17 @@ def test_the_loss_is_that_of_flow_matching(tmp_path):
     algorithm = trainer.algorithm
     experience = algorithm.collect(trainer.context).experience
     (step,) = algorithm.prepare(experience, trainer.context)
-    seen: list[tuple[Tensor, Tensor, Tensor]] = []
+    recorded: list[tuple[Tensor, Tensor, Tensor]] = []
     original = algorithm._noised
 
     def noised(*arguments: Any) -> Any:
         outputs = original(*arguments)
-        seen.append(outputs[:3])
+        recorded.append(outputs[:3])
         return outputs
 
     algorithm._noised = noised
     loss = algorithm.backward(experience, step, trainer.context)["loss/policy"]
-    x, target, sigma = (torch.cat(parts) for parts in zip(*seen, strict=True))
+    x, target, sigma = (torch.cat(parts) for parts in zip(*recorded, strict=True))
     images = experience.images
     clean, wide = x - sigma[:, None, None, None] * target, sigma[:, None, None, None]
     torch.testing.assert_close(clean, images.trajectory.latents)  # x_σ = x0 + σ (ε − x0)

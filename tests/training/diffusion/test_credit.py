@@ -25,25 +25,25 @@ def test_the_prediction_is_read_off_the_mean(schedule):
     policy: Any = ToyPolicy(torch.float64)
     condition = policy.encode(["bright", "dark", "light"])
     sigmas = policy.sigmas(4)
-    made: Any = rollout(
+    trajectory: Any = rollout(
         policy, condition, sigmas=sigmas, sde_steps=[0, 2], schedule=schedule, noise_level=0.5, seeds=[1, 2, 3]
     )
     for k in range(2):
-        x, sigma = made.x[:, k], made.sigma[k].expand(3)
-        expected = x - made.sigma[k] * policy.velocity(x, sigma, condition)
-        torch.testing.assert_close(predict_clean(made, k), expected, rtol=1e-5, atol=1e-6)
-    rest: Any = complete(policy, condition, made.x_next[:, 1], sigmas=sigmas, step=3, batch_size=2)
-    assert torch.equal(rest, made.latents)
+        x, sigma = trajectory.x[:, k], trajectory.sigma[k].expand(3)
+        expected = x - trajectory.sigma[k] * policy.velocity(x, sigma, condition)
+        torch.testing.assert_close(predict_clean(trajectory, k), expected, rtol=1e-5, atol=1e-6)
+    rest: Any = complete(policy, condition, trajectory.x_next[:, 1], sigmas=sigmas, step=3, batch_size=2)
+    assert torch.equal(rest, trajectory.latents)
     assert torch.equal(complete(policy, condition, rest, sigmas=sigmas, step=4), rest)
 
 
 def _levels(trainer: Any, credit: str) -> tuple[Any, torch.Tensor]:
-    """(the experience, R_0 … R_{n−1} and R by a loop of one's own)."""
+    """(the experience, R_0 … R_{n−1} and R, by an independent loop)."""
     algorithm, policy = trainer.algorithm, trainer.algorithm.policy
     experience = algorithm.collect(trainer.context).experience
     t, grid = experience.trajectory, algorithm.sigmas
     prompts = [["bright", "dark", "light"][i] for i in experience.condition.index]
-    found = []
+    rewards = []
     with torch.no_grad():
         for k, step in enumerate(t.sde_steps):
             x = t.x[:, k]
@@ -53,9 +53,9 @@ def _levels(trainer: Any, credit: str) -> tuple[Any, torch.Tensor]:
                 x = x + ((0.0 if credit == "one_step" else grid[s + 1]) - sigma) * v
                 if credit == "one_step":
                     break
-            found.append(Brightness().score(policy.decode(x), prompts).value)
-    found.append(Brightness().score(policy.decode(t.latents), prompts).value)
-    return experience, torch.stack(found, 1).double()
+            rewards.append(Brightness().score(policy.decode(x), prompts).value)
+    rewards.append(Brightness().score(policy.decode(t.latents), prompts).value)
+    return experience, torch.stack(rewards, 1).double()
 
 
 @pytest.mark.parametrize("credit", ["turning_points", "one_step"])
@@ -77,8 +77,8 @@ def test_steps_earn_what_their_noise_changed(credit, tmp_path):
     column = earned[experience.trajectories.group == experience.trajectories.group[first.sample[0]]]
     z = (column - column.mean(0)) / (column.std(0, correction=0) + 1e-4)
     same = (experience.trajectories.group == experience.trajectories.group[first.sample[0]]).nonzero()[:, 0]
-    place = int((same == first.sample[0]).nonzero())
-    torch.testing.assert_close(first.prepared.advantage[0].double(), z[place], rtol=1e-3, atol=1e-4)
+    position = int((same == first.sample[0]).nonzero())
+    torch.testing.assert_close(first.prepared.advantage[0].double(), z[position], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -100,9 +100,9 @@ def test_the_cost_is_the_planned_one(credit, rollout_, free, tmp_path):
 
 def test_it_learns_and_a_resume_is_exact(tmp_path):
     objective = {**_objective("turning_points"), "ratio_bound": 1e-4}
-    whole, trainer = check_resume(partial(toy_trainer, objective=objective), tmp_path, 2, 6)
+    outcome, trainer = check_resume(partial(toy_trainer, objective=objective), tmp_path, 2, 6)
     assert trainer.counters.updates == 12 and not trainer.counters.skipped
-    assert whole[2][-1]["reward_mean"] > whole[2][0]["reward_mean"] + 0.05
+    assert outcome[2][-1]["reward_mean"] > outcome[2][0]["reward_mean"] + 0.05
 
 
 def test_a_window_on_average_completes_its_share():

@@ -19,7 +19,7 @@ from visalign.training.loop.metrics import check_keys
 
 
 class Flat(Brightness):
-    """`Brightness` of the prompts named, and one number of all others."""
+    """`Brightness` for the named prompts, one constant for all others."""
 
     def __init__(self, *words: str) -> None:
         self.words = words

@@ -16,7 +16,7 @@ from visalign.training.diffusion.experts import Experts
 
 
 class Kept(ToyPolicy):
-    """A toy that reads what it wrote."""
+    """A toy whose saved weights load."""
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True)
@@ -30,7 +30,7 @@ class Kept(ToyPolicy):
 
 @pytest.fixture
 def experts(tmp_path) -> dict[str, str]:
-    """Of "up" one that pulls by +1, of the rest one that pulls by −1."""
+    """For "up" an expert that pulls by +1, for the rest by −1."""
     folders = {}
     for tag, pull in (("up", 1.0), ("*", -1.0)):
         expert = Kept()
@@ -63,16 +63,16 @@ def test_each_prompt_learns_from_its_expert(tmp_path, experts):
 
 def test_a_resumed_run_and_micro_batches_change_nothing(tmp_path, experts):
     check_resume(lambda f, run: _trainer(f, experts, **run, rollout={"sde_window": 2}), tmp_path, 2, 4)
-    found = []
+    gradients = []
     for size in (1, 7, 1000):
         policy = Kept(torch.float64)
         trainer = _trainer(tmp_path / f"{size}", experts, policy=policy, optimizer={"micro_batch": size})
-        made = trainer.algorithm.collect(trainer.context).experience
-        trainer.algorithm.backward(made, trainer.algorithm.prepare(made, trainer.context)[0], trainer.context)
+        batch = trainer.algorithm.collect(trainer.context).experience
+        trainer.algorithm.backward(batch, trainer.algorithm.prepare(batch, trainer.context)[0], trainer.context)
         assert policy.net.shift.grad is not None
-        found.append(policy.net.shift.grad.clone())
-    torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(found[0], found[2], rtol=1e-9, atol=1e-12)
+        gradients.append(policy.net.shift.grad.clone())
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(gradients[0], gradients[2], rtol=1e-9, atol=1e-12)
 
 
 def test_experts_are_checked(tmp_path, experts):

@@ -71,7 +71,7 @@ def test_the_surrogate_and_with_it_the_student_follow_the_reward(tmp_path: Any) 
 
 
 class Fails(Brightness):
-    """No score of one sample in four."""
+    """Fails on one sample in four."""
 
     def score(self, images: torch.Tensor, prompts: Any, metadata: Any = None) -> Any:
         valid = torch.arange(len(images)) % 4 > 0
@@ -81,30 +81,30 @@ class Fails(Brightness):
 
 
 def test_what_failed_counts_in_no_group(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
+    sizes: list[int] = []
 
     def weights(error: torch.Tensor, *rest: Any, **options: Any) -> Any:
-        seen.append(len(error))
+        sizes.append(len(error))
         return preference_weights(error, *rest, **options)
 
     monkeypatch.setattr("visalign.training.diffusion.few_step.preference_weights", weights)
     rollout = {**SMALL, "max_failure_rate": 0.5}
     _trainer(tmp_path, "tdm_r1", reward=Fails(), rollout=rollout, optimizer={"updates_per_iteration": 1}).iterate()
-    assert seen == [6]
+    assert sizes == [6]
 
 
 @pytest.mark.parametrize("name", ["dmd2", "tdm_r1"])
 def test_a_resumed_run_and_micro_batches_change_nothing(name: str, tmp_path: Any) -> None:
     check_resume(lambda folder, run: _trainer(folder, name, run=run, rollout=SMALL), tmp_path, 1, 2)
-    found = []
+    weights = []
     for size in (1, 7, 1000):
         trainer = _trainer(
             tmp_path / str(size), name, ToyPolicy(torch.float64), optimizer={"micro_batch": size}, rollout=SMALL
         )
         trainer.iterate()
-        found.append(torch.cat([p.detach().flatten() for _, p in trainer.algorithm.parameters()]))
-    torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=1e-8)
-    torch.testing.assert_close(found[0], found[2], rtol=1e-6, atol=1e-8)
+        weights.append(torch.cat([p.detach().flatten() for _, p in trainer.algorithm.parameters()]))
+    torch.testing.assert_close(weights[0], weights[1], rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(weights[0], weights[2], rtol=1e-6, atol=1e-8)
 
 
 def test_a_step_above_the_compared_range_keeps_its_own_interval() -> None:

@@ -31,7 +31,7 @@ GUARD = {"algorithm": "grpo_guard", "step_weights": [1.0, 2.0, 0.5, 0.0], "chang
 
 
 def _gradient(tmp_path, micro_batch: int, objective: dict) -> torch.Tensor:
-    """The sum of the gradients of an iteration's two updates, in float64, the policy moved in between."""
+    """The sum of the gradients of an iteration's two updates, in float64; the policy moves in between."""
     policy = ToyPolicy(torch.float64, guided=True)
     with torch.no_grad():
         policy.net.shift.normal_(generator=torch.Generator().manual_seed(1)).mul_(0.01)
@@ -44,13 +44,13 @@ def _two_updates(trainer: Trainer[FlowGRPO], policy: ToyPolicy, all_live: bool =
     experience = algorithm.collect(trainer.context).experience
     with torch.no_grad():
         policy.net.shift.add_(0.003)  # so that ratios differ from 1
-    found = []
+    matches = []
     for step in algorithm.prepare(experience, trainer.context):
         if all_live:
             step = replace(step, live=torch.ones_like(step.live))
         sums = algorithm.backward(experience, step, trainer.context)
-        found.append(sums["decisions"] == 3 * int(step.live.sum()))
-    assert len(found) == trainer.context.optimizer.updates_per_iteration and all(found)
+        matches.append(sums["decisions"] == 3 * int(step.live.sum()))
+    assert len(matches) == trainer.context.optimizer.updates_per_iteration and all(matches)
     return gradients_of(policy)
 
 
@@ -60,10 +60,10 @@ BALANCE = {"algorithm": "flowrl", "changes": {"surrogate_options": {"beta": 0.1}
 @pytest.mark.parametrize("objective", [{}, GUARD, GSPO, BALANCE], ids=["published", "guard", "gspo", "flowrl"])
 def test_accumulation_equals_one_big_batch(tmp_path, objective):
     """GSPO couples the steps of a sample: at 1 and 2 pairs its gradient comes from two passes."""
-    whole = _gradient(tmp_path, 10_000, objective)
-    assert whole.norm() > 1e-4
+    expected = _gradient(tmp_path, 10_000, objective)
+    assert expected.norm() > 1e-4
     for micro_batch in (2, 7):
-        torch.testing.assert_close(_gradient(tmp_path, micro_batch, objective), whole, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(_gradient(tmp_path, micro_batch, objective), expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("objective", [{"changes": {"kl": 0.1}}, GSPO], ids=["published", "gspo"])
@@ -92,20 +92,20 @@ def test_the_kl_of_velocities_is_what_the_weights_moved_them_by(tmp_path, algori
     trainer = toy_trainer(
         tmp_path, policy=policy, objective={"algorithm": algorithm, "changes": VELOCITY}, optimizer=_WHOLE
     )
-    made = trainer.algorithm
-    experience = made.collect(trainer.context).experience
+    grpo = trainer.algorithm
+    experience = grpo.collect(trainer.context).experience
     with torch.no_grad():
         policy.net.shift.copy_(torch.arange(12, dtype=torch.float64).view(3, 4) / 100)
     moved = policy.net.shift.detach()[experience.condition.index].square().mean(1)
-    (step,) = made.prepare(experience, trainer.context)
-    sums = made.backward(experience, step, trainer.context)
-    record = made.record(experience, [sums])
+    (step,) = grpo.prepare(experience, trainer.context)
+    sums = grpo.backward(experience, step, trainer.context)
+    record = grpo.record(experience, [sums])
     assert record["kl"] == pytest.approx(float(moved.mean()), rel=1e-9)
     assert record["loss/kl"] == pytest.approx(0.5 * float(moved.mean()), rel=1e-9)
     gradient = gradients_of(policy)
     experience.objective = replace(experience.objective, kl=0.0)
     policy.net.zero_grad()
-    made.backward(experience, step, trainer.context)
+    grpo.backward(experience, step, trainer.context)
     share = torch.bincount(experience.condition.index, minlength=3).double() / len(experience.condition)
     pull = (gradient - gradients_of(policy))[: policy.net.shift.numel()].view(3, 4)
     expected = 0.5 * share[:, None] * 2 / 4 * policy.net.shift.detach()
@@ -113,7 +113,7 @@ def test_the_kl_of_velocities_is_what_the_weights_moved_them_by(tmp_path, algori
 
 
 class _Constant(Brightness):
-    """No signal in the groups of "dark"."""
+    """Groups of "dark" carry no signal."""
 
     def score(self, images, prompts, metadata=None):
         scores = super().score(images, prompts, metadata)
@@ -140,7 +140,7 @@ FLASH |= {"ode_compression": 0.5, "solver": "dpmpp_2m"}
     ("guided", "beta", "steps"), [(False, 0.0, FLASH), (True, 0.0, {"train_steps": [1]}), (True, 0.1, {})]
 )
 def test_counted_cost_is_the_planned_minimum(tmp_path, guided, beta, steps):
-    """MixGRPO-Flash by DPM-Solver: windows at 0 and at 1, of whose 3 and 2 steps behind 2 and 1 stay."""
+    """MixGRPO-Flash by DPM-Solver: of the 3 and 2 steps behind windows at 0 and 1, 2 and 1 stay."""
     trainer = toy_trainer(
         tmp_path,
         policy=ToyPolicy(guided=guided),
@@ -223,8 +223,8 @@ def test_training_replays_the_time_that_the_rollout_gave(tmp_path):
             return torch.linspace(1, 0, len(sigmas))
 
         def velocity(self, x, sigma, condition, time=None):
-            given = self.times(sigma) if time is None else time
-            return super().velocity(x, sigma, condition) + given.view(-1, 1, 1, 1)
+            times = self.times(sigma) if time is None else time
+            return super().velocity(x, sigma, condition) + times.view(-1, 1, 1, 1)
 
     assert toy_trainer(tmp_path, policy=Timed(), run={"iterations": 1}).train().stopped == "finished"
 
@@ -240,19 +240,19 @@ def test_the_bound_of_the_first_ratio_grows_with_a_sum_only(tmp_path):
 
 
 def test_a_reward_that_compares_within_groups_is_told_which_they_are(tmp_path):
-    """Four groups of three prompts: one prompt stands in two groups, which are not one."""
-    seen = []
+    """Four groups of three prompts: the two groups of one prompt stay apart."""
+    members = []
 
     class Grouped(Brightness):
         capabilities = RewardCapabilities(needs_group=True)
 
         def score(self, images, prompts, metadata=None):
-            seen.extend((record["group_id"], prompt) for record, prompt in zip(metadata, prompts, strict=True))
+            members.extend((record["group_id"], prompt) for record, prompt in zip(metadata, prompts, strict=True))
             return super().score(images, prompts, metadata)
 
     toy_trainer(tmp_path, reward=Grouped(), run={"iterations": 1}).train()
-    groups = set(seen)
-    assert len(groups) == 6 > len({prompt for _, prompt in groups}) and len(seen) == 48
+    groups = set(members)
+    assert len(groups) == 6 > len({prompt for _, prompt in groups}) and len(members) == 48
 
 
 class _Failing(Brightness):
@@ -286,8 +286,8 @@ def test_step_draws_are_reproducible_and_vary():
         steps=10, sde_steps=[1, 2, 4], sde_window=2, sde_window_order="progressive", sde_window_every=1
     )
     assert [moving.choose_steps(0, i)[0] for i in range(4)] == [[1, 2], [2, 4], [4], [1, 2]]
-    held = replace(moving, sde_window_roll_back=False)
-    assert [held.choose_steps(0, i)[0] for i in (3, 9)] == [[4], [4]]
+    one_way = replace(moving, sde_window_roll_back=False)
+    assert [one_way.choose_steps(0, i)[0] for i in (3, 9)] == [[4], [4]]
     strided = replace(moving, sde_window_stride=2)
     assert [strided.choose_steps(0, i)[0] for i in range(3)] == [[1, 2], [4], [1, 2]]
     with pytest.raises(UserError, match="are of a window that moves"):
@@ -296,24 +296,24 @@ def test_step_draws_are_reproducible_and_vary():
 
 
 def test_a_group_makes_its_common_steps_once(tmp_path):
-    """The same latents, for 1 + 3/8 steps of an image and not 4: its third forward too is the group's."""
+    """The same latents for 1 + 3/8 steps an image, not 4: the group shares its third forward too."""
     policy: Any = ToyPolicy(torch.float64)
     shared = {"shared_noise": True, "sde_steps": [2, 3]}
     trainer = toy_trainer(tmp_path, policy=policy, rollout=shared)
     source = trainer.algorithm
-    made = source.scored(source.sample(0, trainer.clock, [2, 3]), trainer.clock)
+    scored = source.scored(source.sample(0, trainer.clock, [2, 3]), trainer.clock)
     assert policy.count.forward == 48 * 1 + 6 * 3 == 48 * trainer.algorithm.rollout.sampled_per_image
-    alone = rollout(
+    separate = rollout(
         policy,
-        made.condition,
+        scored.condition,
         sigmas=source.sigmas,
         sde_steps=[2, 3],
         noise_level=0.5,
-        seeds=source.sample_seeds(made.batch.sample_id),
-        noise=initial_noise([sample_seed(source.seed, "group", i) for i in made.batch.group_id.tolist()], (4, 4, 4)),
+        seeds=source.sample_seeds(scored.batch.sample_id),
+        noise=initial_noise([sample_seed(source.seed, "group", i) for i in scored.batch.group_id.tolist()], (4, 4, 4)),
     )
-    torch.testing.assert_close(made.trajectory.latents, alone.latents)
-    torch.testing.assert_close(made.trajectory.x, alone.x)
+    torch.testing.assert_close(scored.trajectory.latents, separate.latents)
+    torch.testing.assert_close(scored.trajectory.x, separate.x)
 
 
 def test_step_weights_must_fit_the_steps(tmp_path):
@@ -332,8 +332,8 @@ def test_a_step_weighs_what_its_kernel_says_over_the_mean_of_all_that_may_train(
     torch.testing.assert_close(experience.trajectories.loss_weight.unique(), expected)
 
 
-@pytest.mark.parametrize("kept", [{}, {"image_size": None}, {"image_size": property(lambda self: 8)}])
-def test_a_policy_of_one_size_refuses_several(tmp_path, kept):
-    policy = type("Own", (ToyPolicy,), kept)()
+@pytest.mark.parametrize("attributes", [{}, {"image_size": None}, {"image_size": property(lambda self: 8)}])
+def test_a_policy_of_one_size_refuses_several(tmp_path, attributes):
+    policy = type("Own", (ToyPolicy,), attributes)()
     with pytest.raises(UserError, match=r"image_sizes is \[8\], and Own generates .* one size.*image_size"):
         toy_trainer(tmp_path, policy=policy, rollout={"image_sizes": [8]})

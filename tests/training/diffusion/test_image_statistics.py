@@ -17,20 +17,20 @@ def _flat(*colour: float) -> torch.Tensor:
 
 
 def test_light_colour_and_detail_of_images_that_one_can_count():
-    """Red; black; a board of single black and white pixels, all its energy at the finest frequency; stripes
-    of four black and four white, whose harmonics 1/8 and 3/8 have energies as 1/sin²: the latter's share is
+    """Red; black; a board of single black and white pixels, all energy at the finest frequency. Stripes of
+    four black and four white have harmonics 1/8 and 3/8 with energies as 1/sin²: the latter's share is
     sin²(π/8) = .1464."""
     board = ((torch.arange(8)[:, None] + torch.arange(8)) % 2).float().expand(3, 8, 8)
     stripes = (torch.arange(8) // 4).float()[None, None].expand(3, 8, 8)
-    found = image_statistics(torch.stack([_flat(1, 0, 0), _flat(0, 0, 0), board, stripes]))
+    statistics = image_statistics(torch.stack([_flat(1, 0, 0), _flat(0, 0, 0), board, stripes]))
     expected = [
         [0.299, 1.0, 0.0, 0.0],
         [0.0, 0.0, 0.0, 0.0],
         [0.5, 0.0, 0.5, 1.0],
         [0.5, 0.0, 0.5, math.sin(math.pi / 8) ** 2],
     ]
-    assert found.tolist() == [pytest.approx(row, abs=1e-6) for row in expected]
-    assert len(STATISTICS) == found.shape[1]
+    assert statistics.tolist() == [pytest.approx(row, abs=1e-6) for row in expected]
+    assert len(STATISTICS) == statistics.shape[1]
 
 
 def test_a_clip_looks_like_its_middle_frame():
@@ -52,11 +52,11 @@ def test_drift_is_measured_against_the_same_samples_before():
     same = feature_drift(3 * base, base)
     assert same == pytest.approx({"feature_distance": 0, "feature_frechet": 0, "feature_drift": 0}, abs=1e-9)
     now = torch.tensor([[0.0, 1], [0, 1], [0, 1], [0, -1]])
-    found = feature_drift(now, base)
-    assert found["feature_distance"] == pytest.approx(0.5)
-    assert found["feature_drift"] == pytest.approx(0.5 / (8 / 6))
+    drift = feature_drift(now, base)
+    assert drift["feature_distance"] == pytest.approx(0.5)
+    assert drift["feature_drift"] == pytest.approx(0.5 / (8 / 6))
     # |μ|² + tr Σ + tr Σ0 − 2 tr (Σ Σ0)^½ = 1/4 + 3/4 + 1 − 2 √(3/8)
-    assert found["feature_frechet"] == pytest.approx(2 - 2 * math.sqrt(3 / 8))
+    assert drift["feature_frechet"] == pytest.approx(2 - 2 * math.sqrt(3 / 8))
 
 
 def test_a_run_logs_how_its_images_look_and_how_varied_they_are(tmp_path):

@@ -16,7 +16,7 @@ from visalign.training.diffusion.merging import mergeable_adapters, merged_adapt
 
 
 def tuned(**options) -> Any:
-    """A tiny policy whose adapters say something."""
+    """A tiny policy whose adapters change something."""
     policy = SD3Policy(tiny_sd3_pipeline(), lora=LoraSettings(rank=4, alpha=8), **options)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -59,13 +59,13 @@ def test_no_adapters_and_no_log_probs_are_refused(tmp_path):
 
 @pytest.mark.parametrize("merged", [False, True])
 def test_a_regression_samples_so_and_learns_through_its_adapters(tmp_path, monkeypatch, merged):
-    policy, seen = tuned(), set()
+    policy, modes = tuned(), set()
     layers = mergeable_adapters(policy.module)
     own = policy.velocity
 
-    def velocity(*given):
-        seen.add((torch.is_grad_enabled(), layers[0].disable_adapters))
-        return own(*given)
+    def velocity(*arguments):
+        modes.add((torch.is_grad_enabled(), layers[0].disable_adapters))
+        return own(*arguments)
 
     monkeypatch.setattr(policy, "velocity", velocity)
     rollout = {"prompts_per_iteration": 2, "group_size": 2, "merge_adapters": merged}
@@ -73,4 +73,4 @@ def test_a_regression_samples_so_and_learns_through_its_adapters(tmp_path, monke
     objective = {"algorithm": "awm"}
     trainer = toy_trainer(tmp_path, policy=policy, objective=objective, rollout=rollout, optimizer=optimizer)
     assert trainer.iterate()["grad_norm"] > 0
-    assert seen == {(False, merged), (True, False)}
+    assert modes == {(False, merged), (True, False)}

@@ -58,9 +58,9 @@ def test_par_compares_with_images_of_the_start_that_are_sampled_once(tmp_path: P
     assert reference.shape == (8, 2) and torch.equal(reference[0], reference[3])
     torch.testing.assert_close(reference[0, 0].float(), expected[0])
     shaped = torch.sigmoid(t.reward[:, None] - reference).mean(1).view(2, 4)
-    wanted = (shaped - shaped.mean(1, keepdim=True)) / (shaped.std(1, keepdim=True) + 1e-4)
+    advantage = (shaped - shaped.mean(1, keepdim=True)) / (shaped.std(1, keepdim=True) + 1e-4)
     (step,) = algorithm.prepare(experience, run)
-    torch.testing.assert_close(step.prepared.advantage[:, 0].float(), wanted.flatten().float())
+    torch.testing.assert_close(step.prepared.advantage[:, 0].float(), advantage.flatten().float())
     before = policy.count.forward
     algorithm.collect(run)  # the same prompts: the reference samples nothing
     assert policy.count.forward - before == 8 * 4
@@ -112,7 +112,7 @@ class _OfGroups(Brightness):
 
 
 class _NotOfReference(Brightness):
-    """Fails on every second call, which is that of the reference's images."""
+    """Fails on every second call, the one for the reference's images."""
 
     calls = 0
 

@@ -48,7 +48,7 @@ PAIRS = {"prompts_per_iteration": 24, "group_size": 2, "shared_noise": True}
 
 
 def test_reward_rises(tmp_path):
-    """By a β for rewards that differ by hundredths."""
+    """With a β for rewards that differ by hundredths."""
     objective = {"algorithm": "diffusion_nft", "changes": {"loss_options": {"beta": 0.02}}}
     trainer = toy_trainer(tmp_path, objective=objective, run={"iterations": 12})
     trainer.train()
@@ -58,7 +58,7 @@ def test_reward_rises(tmp_path):
 
 
 class _Partly(Brightness):
-    """No signal in the groups of "dark", and every seventh image cannot be judged."""
+    """Groups of "dark" carry no signal, and every seventh image cannot be judged."""
 
     def score(self, images, prompts, metadata=None):
         scores = super().score(images, prompts, metadata)
@@ -69,7 +69,7 @@ class _Partly(Brightness):
 
 
 def _gradient(tmp_path, micro_batch: int, objective: dict[str, Any]) -> torch.Tensor:
-    """The sum of the gradients of two updates, in float64; the policy has left the old one and the reference."""
+    """The sum of the gradients of two updates, in float64; the policy differs from the old one and the reference."""
     policy = ToyPolicy(torch.float64)
     trainer = toy_trainer(
         tmp_path,
@@ -97,9 +97,9 @@ def test_accumulation_equals_one_big_batch(name, tmp_path):
     """The rows of groups take two passes where a group does not fit."""
     clip = {"loss_options": {"eps_low": 1e-3, "eps_high": 1e-3}} if name == "dgpo" else {}
     objective = {"algorithm": name, "changes": {"kl": 0.1, **clip}}
-    whole = _gradient(tmp_path, 10_000, objective)
-    assert whole.norm() > 1e-7
-    torch.testing.assert_close(_gradient(tmp_path, 3, objective), whole, rtol=1e-8, atol=1e-12)
+    expected = _gradient(tmp_path, 10_000, objective)
+    assert expected.norm() > 1e-7
+    torch.testing.assert_close(_gradient(tmp_path, 3, objective), expected, rtol=1e-8, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["diffusion_nft", "crd"])
@@ -190,17 +190,17 @@ def test_the_old_policy_samples_and_moves_as_its_row_says(tmp_path):
     trainer.iterate()
     old = torch.cat([v.flatten() for v in trainer.context.tensors["old"].values()])
     torch.testing.assert_close(old, (first + policy_weights(policy)) / 2)
-    made = trainer.algorithm.collect(trainer.context).experience.images.trajectory.latents
+    latents = trainer.algorithm.collect(trainer.context).experience.images.trajectory.latents
     with trainer.algorithm._with_old():
         again = trainer.algorithm.sample(2, trainer.clock).trajectory.latents
     fresh = trainer.algorithm.sample(2, trainer.clock).trajectory.latents
-    assert torch.equal(made, again) and not torch.equal(made, fresh)
+    assert torch.equal(latents, again) and not torch.equal(latents, fresh)
 
 
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path):
     objective = {"algorithm": "diffusion_nft", "changes": {"old_decay": [0, 0.2, 0.9], "average_kl": 0.1}}
-    whole, _ = check_resume(partial(toy_trainer, objective=objective), tmp_path, 2, 5)
-    assert {"old.safetensors", "average.safetensors"} <= {*whole[1]}
+    outcome, _ = check_resume(partial(toy_trainer, objective=objective), tmp_path, 2, 5)
+    assert {"old.safetensors", "average.safetensors"} <= {*outcome[1]}
 
 
 def test_the_pull_to_the_average_is_its_distance(tmp_path):
@@ -240,7 +240,7 @@ def test_positive_and_negative_sets_of_an_iteration_are_contrasted(name, size, t
 
 @pytest.mark.parametrize("name", ["gdro", "diffusion_dpo"])
 def test_equal_rewards_are_ordered_anew_in_each_update(name, tmp_path):
-    """By the run's seed: the first of equals is another one in another iteration, and the same after a resume."""
+    """By the run's seed: the first of equals changes with the iteration, and not with a resume."""
 
     class Half(Brightness):
         def score(self, images, prompts, metadata=None):
@@ -269,17 +269,17 @@ def test_levels_are_stratified_and_shared_in_a_group(tmp_path):
     trainer = toy_trainer(tmp_path, objective={"algorithm": "awm", "changes": changes})
     algorithm = trainer.algorithm
     experience = algorithm.collect(trainer.context).experience
-    made = experience.images
-    one, other = torch.arange(8), torch.arange(8, 16)  # two groups
+    images = experience.images
+    first, second = torch.arange(8), torch.arange(8, 16)  # two groups
     for number, (low, high) in enumerate([(0.5, 1.0), (0.0, 0.5)]):
         level = torch.full((8,), number)
-        _, target, sigma, time = algorithm._noised(experience, one, level, 0)
+        _, target, sigma, time = algorithm._noised(experience, first, level, 0)
         assert len(sigma.unique()) == 1 and low <= sigma[0] <= high
         assert torch.equal(time, 1000 * sigma)
-        noise = target + made.trajectory.latents[one]
+        noise = target + images.trajectory.latents[first]
         torch.testing.assert_close(noise, noise[:1].expand_as(noise))
-        assert sigma[0] != algorithm._noised(experience, other, level, 0)[2][0]
-        assert sigma[0] != algorithm._noised(experience, one, level, 1)[2][0]
+        assert sigma[0] != algorithm._noised(experience, second, level, 0)[2][0]
+        assert sigma[0] != algorithm._noised(experience, first, level, 1)[2][0]
 
 
 def test_fdfo_learns_from_branches_of_one_path(tmp_path):
@@ -305,11 +305,11 @@ def test_start_noise_is_the_noise_that_the_image_was_made_from(tmp_path):
     with torch.no_grad():  # the ODE of v = x is x0 = x1 Π (1 − Δσ)
         algorithm.policy.net.base.weight.zero_()
     experience = algorithm.collect(trainer.context).experience
-    made = experience.images
+    images = experience.images
     sample = torch.arange(48)
     _, target, _, _ = algorithm._noised(experience, sample, torch.zeros(48, dtype=torch.int64), 0)
-    noise = target + made.trajectory.latents
-    torch.testing.assert_close(noise * 0.75**4, made.trajectory.latents, rtol=1e-4, atol=1e-5)
+    noise = target + images.trajectory.latents
+    torch.testing.assert_close(noise * 0.75**4, images.trajectory.latents, rtol=1e-4, atol=1e-5)
 
 
 NFT = {"algorithm": "diffusion_nft"}

@@ -24,61 +24,61 @@ IMAGE = math.prod((3, 8, 8))
 
 
 def _one_update(folder, name="draft", policy=None, micro_batch=64, **changes):
-    """(trainer, its experience, the step, what backward said)."""
+    """(trainer, its experience, the step, backward's sums)."""
     trainer = toy_trainer(
         folder,
         policy=policy or ToyPolicy(torch.float64),
         objective={"algorithm": name, "changes": changes},
         optimizer={"updates_per_iteration": 1, "micro_batch": micro_batch},
     )
-    asked = trainer.algorithm.collect(trainer.context).experience
-    (step,) = trainer.algorithm.prepare(asked, trainer.context)
-    return trainer, asked, step, trainer.algorithm.backward(asked, step, trainer.context)
+    experience = trainer.algorithm.collect(trainer.context).experience
+    (step,) = trainer.algorithm.prepare(experience, trainer.context)
+    return trainer, experience, step, trainer.algorithm.backward(experience, step, trainer.context)
 
 
 def _gradient(trainer):
     return torch.cat([p.grad.flatten() for _, p in trainer.weights.named])
 
 
-def _mean_reward(policy, algorithm, asked, stop, whole):
-    """What the row climbs, written out: Euler steps, the first `stop` of which carry no gradient."""
-    grid, seeds = algorithm.sigmas.double(), algorithm.sample_seeds(asked.batch.sample_id)
+def _mean_reward(policy, algorithm, experience, stop, to_end):
+    """The reward that the row raises, written out: Euler steps, the first `stop` without gradient."""
+    grid, seeds = algorithm.sigmas.double(), algorithm.sample_seeds(experience.batch.sample_id)
     x = initial_noise(seeds, policy.latent_shape).double()
     steps = len(grid) - 1
-    for k in range(steps if whole else stop + 1):
+    for k in range(steps if to_end else stop + 1):
         sigma = grid[k].expand(len(x))
         with torch.set_grad_enabled(k >= stop):
-            v = policy.velocity(x, sigma, asked.condition)
-        x = x + (grid[k + 1] - grid[k] if whole or k < stop else -grid[k]) * v
+            v = policy.velocity(x, sigma, experience.condition)
+        x = x + (grid[k + 1] - grid[k] if to_end or k < stop else -grid[k]) * v
     images = policy.decode(x)
-    return Brightness().score_with_gradient(images, asked.prompts).double().mean()
+    return Brightness().score_with_gradient(images, experience.prompts).double().mean()
 
 
 @pytest.mark.parametrize(("name", "changes"), [("draft", {"last": 1}), ("draft", {"last": 3}), ("refl", {})])
 def test_the_gradient_is_that_of_the_mean_reward(name, changes, tmp_path):
-    trainer, asked, step, said = _one_update(tmp_path, name, **changes)
-    found = _gradient(trainer).clone()
+    trainer, experience, step, sums = _one_update(tmp_path, name, **changes)
+    gradient = _gradient(trainer).clone()
     policy = trainer.algorithm.policy
     policy.net.zero_grad()
-    mean = _mean_reward(policy, trainer.algorithm, asked, step.stop, name != "refl")
+    mean = _mean_reward(policy, trainer.algorithm, experience, step.stop, name != "refl")
     (-mean).backward()
-    torch.testing.assert_close(found, _gradient(trainer), rtol=1e-5, atol=1e-9)
-    assert found.norm() > 1e-4 and said["loss/policy"] == pytest.approx(-float(mean.detach()), rel=1e-5)
+    torch.testing.assert_close(gradient, _gradient(trainer), rtol=1e-5, atol=1e-9)
+    assert gradient.norm() > 1e-4 and sums["loss/policy"] == pytest.approx(-float(mean.detach()), rel=1e-5)
 
 
 def test_noising_again_takes_the_mean_of_all_predictions(tmp_path):
     """x0 = x − σ v at the last level of n noises more; from x_σ = (1 − σ) x0 + σ ε."""
-    trainer, asked, step, _ = _one_update(tmp_path, "draft_lv", renoised=2)
+    trainer, experience, step, _ = _one_update(tmp_path, "draft_lv", renoised=2)
     algorithm, policy = trainer.algorithm, trainer.algorithm.policy
-    found = _gradient(trainer).clone()
+    gradient = _gradient(trainer).clone()
     policy.net.zero_grad()
-    everyone = torch.arange(len(asked.prompts))
-    x0, _ = algorithm._clean(asked, step, everyone)
-    ends = [x0, *(algorithm._renoised(asked, step, everyone, x0.detach(), n)[0] for n in range(2))]
+    everyone = torch.arange(len(experience.prompts))
+    x0, _ = algorithm._clean(experience, step, everyone)
+    ends = [x0, *(algorithm._renoised(experience, step, everyone, x0.detach(), n)[0] for n in range(2))]
     assert not torch.equal(ends[1], ends[2])
-    means = [Brightness().score_with_gradient(policy.decode(end), asked.prompts).mean() for end in ends]
+    means = [Brightness().score_with_gradient(policy.decode(end), experience.prompts).mean() for end in ends]
     (-torch.stack(means).mean()).backward()
-    torch.testing.assert_close(found, _gradient(trainer), rtol=1e-5, atol=1e-9)
+    torch.testing.assert_close(gradient, _gradient(trainer), rtol=1e-5, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", ASCENTS)
@@ -98,18 +98,18 @@ def test_reward_rises_at_the_planned_cost(name, tmp_path):
 
 @pytest.mark.parametrize("name", ASCENTS)
 def test_accumulation_equals_one_big_batch(name, tmp_path):
-    whole = _gradient(_one_update(tmp_path, name, kl=0.1)[0])
+    expected = _gradient(_one_update(tmp_path, name, kl=0.1)[0])
     parts = _gradient(_one_update(tmp_path, name, micro_batch=5, kl=0.1)[0])
-    torch.testing.assert_close(parts, whole, rtol=1e-6, atol=1e-10)  # images are float32
+    torch.testing.assert_close(parts, expected, rtol=1e-6, atol=1e-10)  # images are float32
 
 
 def test_a_process_without_a_sample_moves_nothing(tmp_path):
-    trainer, asked, step, _ = _one_update(tmp_path)
+    trainer, experience, step, _ = _one_update(tmp_path)
     trainer.algorithm.policy.net.zero_grad()
-    trainer.algorithm._update_sums = lambda *_: {}  # the other process's samples are not here to be counted
+    trainer.algorithm._update_sums = lambda *_: {}  # the other process's samples cannot be counted here
     trainer.algorithm.shares = none_owned(trainer.algorithm.shares)
     before = trainer.algorithm.policy.count.forward_backward
-    trainer.algorithm.backward(asked, step, trainer.context)
+    trainer.algorithm.backward(experience, step, trainer.context)
     assert trainer.algorithm.policy.count.forward_backward == before + 1
     assert not _gradient(trainer).any()
 
@@ -120,7 +120,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path):
 
 
 class _Two:
-    """Two terms, of which one is a thousand times the other."""
+    """Two terms, one a thousand times the other."""
 
     name, unit, higher_is_better = "two", "level", True
 
@@ -175,8 +175,8 @@ def test_the_values_are_those_of_the_sum_and_of_its_score():
 def test_a_rewards_gradient_that_is_none_is_said(broken):
     class Broken(Brightness):
         def score_with_gradient(self, images, prompts):
-            found = images.mean((1, 2, 3))
-            return found.mean() if broken == "shape" else found + (images - images).sum((1, 2, 3)).sqrt()
+            brightness = images.mean((1, 2, 3))
+            return brightness.mean() if broken == "shape" else brightness + (images - images).sum((1, 2, 3)).sqrt()
 
     images, prompts = torch.rand(3, 3, 8, 8), ["bright"] * 3
     if broken == "shape":

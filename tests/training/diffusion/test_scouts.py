@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pool drawn in few steps: its extremes are drawn again exactly, alone trained on, counted and resumed."""
+"""A pool drawn in few steps: its extremes alone are drawn again exactly, trained on, counted and resumed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SCOUT = {"scout": ScoutSettings(pool=12, steps=2), "group_size": 4}
 
 
 def test_best_and_worst() -> None:
-    """The missing one last; what is refused is among the golden cases."""
+    """The missing one comes last; refusals are among the golden cases."""
     reward, group = f64(1, 1, 0, 0, 0.5, 2, float("nan"), 3, -1), [0] * 4 + [1] * 5
     options = {"valid": reward.isfinite()}
     assert best_and_worst(reward, group, best=1, worst=2, **options).tolist() == [0, 2, 3, 7, 8, 4]

@@ -29,15 +29,15 @@ WORDS = ("bright", "dark", "light", "bright", "dark", "light")
 
 def _records(share: float = 1.0) -> list[dict[str, Any]]:
     """Six pairs, in half of which the second image is the preferred one; "dark" wants the other."""
-    found = []
+    records = []
     for number, word in enumerate(WORDS):
         latents = (2 * number, 2 * number + 1) if number % 2 else (2 * number + 1, 2 * number)
         lighter = latents[0] % 2 == 0
         first = share if lighter != (word == "dark") else 1 - share
         candidates = [{"latent": latents[0], "preference": first}]
         candidates.append({"latent": latents[1], "preference": 1 - first})
-        found.append({"prompt": word, "candidates": candidates})
-    return found
+        records.append({"prompt": word, "candidates": candidates})
+    return records
 
 
 def _stored(dtype: torch.dtype = torch.float32) -> Any:
@@ -45,29 +45,29 @@ def _stored(dtype: torch.dtype = torch.float32) -> Any:
 
 
 def _trainer(folder: Path, **changes: Any) -> Any:
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "objective": {"algorithm": "diffusion_dpo"},
         "rollout": {"prompts_per_iteration": 6, "group_size": 2},
         "records": _records(),
         "optimizer": {"lr": 0.002},
     }
-    return toy_trainer(folder, reward=StoredPreference(), stored=_stored(), **{**given, **changes})
+    return toy_trainer(folder, reward=StoredPreference(), stored=_stored(), **{**defaults, **changes})
 
 
 def _of_one_pair(algorithm: Any, run: Context) -> tuple[Any, float, list[tuple[Tensor, Tensor]]]:
-    """(experience, loss of the update, the (x, σ) that the policy was asked about)."""
+    """(experience, loss of the update, the policy's inputs (x, σ))."""
     experience = algorithm.collect(run).experience
-    asked, own = [], algorithm.policy.velocity
+    inputs, own = [], algorithm.policy.velocity
 
     def velocity(x: Tensor, sigma: Tensor, *rest: Any) -> Tensor:
-        asked.append((x.clone(), sigma.clone()))
+        inputs.append((x.clone(), sigma.clone()))
         return own(x, sigma, *rest)
 
     algorithm.policy.velocity = velocity
     (step,) = algorithm.prepare(experience, run)
     loss = algorithm.backward(experience, step, run)["loss/policy"]
     algorithm.policy.velocity = own
-    return experience, loss, asked
+    return experience, loss, inputs
 
 
 @pytest.mark.parametrize("soft", [False, True])
@@ -88,8 +88,8 @@ def test_the_loss_of_a_flow_is_equation_14(soft: bool, tmp_path):
         optimizer={"updates_per_iteration": 1},
     )
     algorithm = trainer.algorithm
-    experience, loss, asked = _of_one_pair(algorithm, trainer.context)
-    x, sigma = asked[-1]  # the better image first
+    experience, loss, inputs = _of_one_pair(algorithm, trainer.context)
+    x, sigma = inputs[-1]  # the better image first
     assert sigma[0] == sigma[1]
     x0 = TABLE[[0, 1]].double()
     wide = sigma[:, None, None, None]

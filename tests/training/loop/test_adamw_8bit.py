@@ -22,8 +22,8 @@ SHAPES = {"matrix": (32, 256), "bias": (48,)}
 
 
 def _weights(name: Any) -> TrainedWeights:
-    named = [(key, torch.nn.Parameter(torch.zeros(shape))) for key, shape in SHAPES.items()]
-    return TrainedWeights(named, OptimizerSettings(name=name, weight_decay=0.0))
+    parameters = [(key, torch.nn.Parameter(torch.zeros(shape))) for key, shape in SHAPES.items()]
+    return TrainedWeights(parameters, OptimizerSettings(name=name, weight_decay=0.0))
 
 
 def _train(weights: TrainedWeights, size: float, steps: range) -> float:
@@ -45,7 +45,7 @@ def _train(weights: TrainedWeights, size: float, steps: range) -> float:
 @needs_torchao
 @pytest.mark.parametrize("size", [1e-9, 1.0])
 def test_steps_are_near_those_of_float32(size):
-    """torchao alone makes steps of 1e5 learning rates of gradients of 1e-9, as those of adapters."""
+    """torchao alone turns gradients of 1e-9, as adapters have, into steps of 1e5 learning rates."""
     plain, low = _weights("adamw"), _weights("adamw_8bit")
     _train(plain, size, range(40))
     assert _train(low, size, range(40)) < 2
@@ -59,14 +59,14 @@ def test_steps_are_near_those_of_float32(size):
 
 @needs_torchao
 def test_a_resumed_run_is_the_uninterrupted_one():
-    whole, first, second = (_weights("adamw_8bit") for _ in range(3))
-    _train(whole, 1e-6, range(6))
+    uninterrupted, first, second = (_weights("adamw_8bit") for _ in range(3))
+    _train(uninterrupted, 1e-6, range(6))
     _train(first, 1e-6, range(3))
-    tensors = {stem: {name: t.clone() for name, t in named.items()} for stem, named in first.tensors().items()}
+    tensors = {stem: {name: t.clone() for name, t in state.items()} for stem, state in first.tensors().items()}
     assert {"matrix.exp_avg.codes", "bias.exp_avg_sq"} < tensors["optimizer"].keys()
     second.restore(Checkpoint(step=3, tensors=tensors, state={}))
     _train(second, 1e-6, range(3, 6))
-    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(whole.named, second.named, strict=True))
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(uninterrupted.named, second.named, strict=True))
 
 
 def test_what_it_needs_is_named(monkeypatch):

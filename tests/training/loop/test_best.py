@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weights of the best evaluation are the result: another judge decides than is learnt from."""
+"""The best evaluation's weights are the result, by a judge that is not trained on."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _result(trainer: Any) -> Tensor:
 def test_the_weights_of_the_best_evaluation_are_the_result(
     tmp_path: Path, by: str | None, best: int, ema: dict[str, Any]
 ) -> None:
-    """Of equals the first, never one without a number."""
+    """The first among equals, never one without a number."""
     then, run = _trainer(tmp_path / "then", None, best, **ema), _trainer(tmp_path / "run", by, **ema)
     then.train()
     run.train()
@@ -55,22 +55,22 @@ def test_the_weights_of_the_best_evaluation_are_the_result(
     assert torch.equal(_result(run), expected)
     assert torch.equal(weights_of(run), last), "the run goes on with its own"
     if by is not None:
-        known = {"by": by, "value": VALUES[best], "iteration": best}
-        assert run.counters.own["best"] == known
-    said = [
+        record = {"by": by, "value": VALUES[best], "iteration": best}
+        assert run.counters.own["best"] == record
+    notes = [
         f"The result has the weights of iteration {best}, selected by run.best_by: {by} was {VALUES[best]:g} there."
     ]
-    assert best_checkpoint_note(by, run.counters.own) == ([] if by is None else said)
+    assert best_checkpoint_note(by, run.counters.own) == ([] if by is None else notes)
 
 
 def test_a_resumed_run_knows_the_best(tmp_path: Path) -> None:
-    whole = _trainer(tmp_path / "whole", "heldout/other")
-    whole.train()
+    uninterrupted = _trainer(tmp_path / "whole", "heldout/other")
+    uninterrupted.train()
     _trainer(tmp_path / "cut", "heldout/other", 4).train()
     rest = _trainer(tmp_path / "cut", "heldout/other")
     assert rest.resume()
     rest.train()
-    assert torch.equal(_result(rest), _result(whole)) and rest.counters.own["best"]["iteration"] == 3
+    assert torch.equal(_result(rest), _result(uninterrupted)) and rest.counters.own["best"]["iteration"] == 3
     VALUES[6] = 0.0
     last = _trainer(tmp_path / "cut", "-heldout/accuracy")
     assert last.resume()
@@ -86,15 +86,15 @@ def test_a_number_that_no_evaluation_had_leaves_the_last_weights_and_says_so(tmp
     run = _trainer(tmp_path, "heldout/unknown", 2)
     run.train()
     assert torch.equal(_result(run), weights_of(run))
-    said = ["Warning: no evaluation had a number for run.best_by, heldout/unknown: keeping the last weights."]
-    assert best_checkpoint_note("heldout/unknown", run.counters.own) == said
+    notes = ["Warning: no evaluation had a number for run.best_by, heldout/unknown: keeping the last weights."]
+    assert best_checkpoint_note("heldout/unknown", run.counters.own) == notes
 
 
 def test_what_one_process_alone_measures_decides_for_all(tmp_path: Path) -> None:
-    """Of several processes the first one knows the drift of images, which the others leave out."""
+    """Of several processes the first knows the drift of images; the others leave it out."""
     other = _trainer(tmp_path, "heldout/drift", 1)
     other.accelerator = SimpleNamespace(
-        is_main_process=False, device=other.accelerator.device, reduce=lambda said, _: said + 1
+        is_main_process=False, device=other.accelerator.device, reduce=lambda tensor, _: tensor + 1
     )
     other._evaluate(lambda _: {"accuracy": 0.5})
     assert "best" in other.context.tensors
@@ -102,9 +102,9 @@ def test_what_one_process_alone_measures_decides_for_all(tmp_path: Path) -> None
 
 def test_what_cannot_decide_is_refused(tmp_path: Path) -> None:
     for every in (0, 6):
-        said = r"best_by is 'heldout/other', and nothing is evaluated during training.*at most 5"
-        with pytest.raises(UserError, match=said):
+        message = r"best_by is 'heldout/other', and nothing is evaluated during training.*at most 5"
+        with pytest.raises(UserError, match=message):
             _trainer(tmp_path / "never", "heldout/other", every=every)
-    said = r"'heldout/othr', .*Did you mean 'heldout/other'.*They have heldout/other, heldout/accuracy, "
-    with pytest.raises(UserError, match=said):
+    message = r"'heldout/othr', .*Did you mean 'heldout/other'.*They have heldout/other, heldout/accuracy, "
+    with pytest.raises(UserError, match=message):
         _trainer(tmp_path / "unknown", "heldout/othr").train()

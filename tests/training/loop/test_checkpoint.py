@@ -106,7 +106,7 @@ def test_another_configuration_is_refused_key_by_key(tmp_path):
     text = str(caught.value)
     assert "optimizer.lr: 0.001 there, 0.01 now" in text and "new: '(absent)' there, 1 now" in text
     assert "run.iterations" not in text and "Set them back to resume, or start a new run" in text
-    later = {**CONFIG, "run": {"iterations": 99}, "new": None}  # a setting that the version before had not
+    later = {**CONFIG, "run": {"iterations": 99}, "new": None}  # a setting that the version before lacked
     assert load(folder, later, free=["run.iterations"]).step == 1
 
 
@@ -133,7 +133,7 @@ def test_a_failed_write_leaves_the_previous_checkpoint(tmp_path, monkeypatch, er
 
 @pytest.fixture
 def divided():
-    """[3, 2] that is divided among the processes, of which this is the only one."""
+    """A [3, 2] divided among the processes, of which this is the only one."""
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     yield distribute_tensor(torch.arange(6.0).view(3, 2), init_device_mesh("cpu", (1,)), [Shard(0)])
     distributed.destroy_process_group()
@@ -146,12 +146,12 @@ def test_what_is_divided_is_written_divided_and_read_whole_or_divided(tmp_path, 
     written = {path.relative_to(folder).as_posix() for path in folder.rglob("*.*")}
     shards = {f"sharded/shard-00001-model-0000{stem}-of-00002.safetensors" for stem in (1, 2)}
     assert written == {"trainable.safetensors", "optimizer.safetensors", "state.json", "manifest.json"} | shards
-    whole, parts = load(folder, CONFIG).tensors, load(folder, CONFIG, divided={"w": divided}).tensors
-    for found, kind in ((whole, torch.Tensor), (parts, DTensor)):
-        assert type(found["trainable"]["w"]) is type(found["optimizer"]["w.exp_avg"]) is kind
-        assert torch.equal(local_shard(found["trainable"]["w"]), divided.to_local())
-        assert torch.equal(local_shard(found["optimizer"]["w.exp_avg"]), divided.to_local() + 1)
-        assert found["optimizer"]["w.step"] == 2 and torch.equal(found["trainable"]["rest"], torch.ones(2))
+    undivided, parts = load(folder, CONFIG).tensors, load(folder, CONFIG, divided={"w": divided}).tensors
+    for loaded, kind in ((undivided, torch.Tensor), (parts, DTensor)):
+        assert type(loaded["trainable"]["w"]) is type(loaded["optimizer"]["w.exp_avg"]) is kind
+        assert torch.equal(local_shard(loaded["trainable"]["w"]), divided.to_local())
+        assert torch.equal(local_shard(loaded["optimizer"]["w.exp_avg"]), divided.to_local() + 1)
+        assert loaded["optimizer"]["w.step"] == 2 and torch.equal(loaded["trainable"]["rest"], torch.ones(2))
     _flip(folder / min(shards))
     with pytest.raises(CheckpointError, match=r"sharded/shard-00001-model-00001.* has changed"):
         load(folder, CONFIG)

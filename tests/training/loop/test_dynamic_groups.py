@@ -16,8 +16,8 @@ from visalign.training.loop.dynamic_groups import DynamicGroups, ScoredGroup
 NAN = float("nan")
 
 
-def new(wanted: int, **changes: Any) -> DynamicGroups:
-    return DynamicGroups(wanted, DynamicSettings(**{"max_rounds": 10, **changes}))
+def new(count: int, **changes: Any) -> DynamicGroups:
+    return DynamicGroups(count, DynamicSettings(**{"max_rounds": 10, **changes}))
 
 
 def labels_of(groups: Sequence[ScoredGroup]) -> list[Hashable]:
@@ -37,9 +37,9 @@ def test_groups_that_are_all_equal_are_replaced() -> None:
     assert groups.wants_more
     feed(groups, {"d": [0.0, 1.0, 1.0], "e": [1.0, 0.0]}, payload="second")
     assert not groups.wants_more
-    taken = groups.take()
-    assert labels_of(taken) == ["b", "d"]
-    assert (taken[1].index.tolist(), taken[1].payload) == ([0, 1, 2], "second")
+    selected = groups.take()
+    assert labels_of(selected) == ["b", "d"]
+    assert (selected[1].index.tolist(), selected[1].payload) == ([0, 1, 2], "second")
     assert [groups.last[name] for name in ("rounds", "generated", "surplus")] == [2, 5, 1]
     assert groups.wants_more and groups.round == 2
 
@@ -56,17 +56,17 @@ def test_missing_rewards_are_no_signal_and_too_few_are_a_failure() -> None:
     feed(groups, rewards, valid=torch.tensor([True] * 8 + [True, False]))
     assert [groups.now[name] for name in ("failed", "dropped_flat", "kept")] == [2, 1, 1]
     feed(groups, {"infinite": [float("inf"), 1.0, 0.0]})
-    kept = groups.take()
-    assert labels_of(kept) == ["kept", "infinite"]
-    assert [g.valid.tolist() for g in kept] == [[True, True, False], [False, True, True]]
+    selected = groups.take()
+    assert labels_of(selected) == ["kept", "infinite"]
+    assert [g.valid.tolist() for g in selected] == [[True, True, False], [False, True, True]]
 
 
-@pytest.mark.parametrize(("rule", "kept", "wrong"), [("spread", ["shaped", "mixed"], 0), ("accuracy", ["mixed"], 1)])
-def test_rules(rule: str, kept: list[str], wrong: int) -> None:
+@pytest.mark.parametrize(("rule", "labels", "wrong"), [("spread", ["shaped", "mixed"], 0), ("accuracy", ["mixed"], 1)])
+def test_rules(rule: str, labels: list[str], wrong: int) -> None:
     """A shaped reward spreads although all samples are wrong; DAPO's rule looks at right and wrong."""
     groups = new(9, rule=rule, right_at=1.0, max_rounds=1)
     feed(groups, {"shaped": [-0.5, 0.0], "mixed": [-0.5, 1.0], "right": [1.0, 1.0, NAN]})
-    assert labels_of(groups.take()) == kept
+    assert labels_of(groups.take()) == labels
     assert (groups.last["dropped_right"], groups.last["dropped_wrong"]) == (1, wrong)
 
 
@@ -86,6 +86,6 @@ def test_without_signal_means_exactly_advantage_zero() -> None:
     group = torch.arange(40).repeat_interleave(3)
     groups = new(40, max_rounds=1)
     groups.feed(group, rewards.flatten())
-    kept = set(labels_of(groups.take()))
+    labels = set(labels_of(groups.take()))
     live = group_advantages(rewards.flatten(), group).view(40, 3).abs().sum(1) > 0
-    assert kept == set(live.nonzero()[:, 0].tolist())
+    assert labels == set(live.nonzero()[:, 0].tolist())

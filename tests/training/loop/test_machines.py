@@ -30,7 +30,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("IDLE", "INTERVAL"):
         monkeypatch.setattr(machines, name, 1)
     monkeypatch.setattr(machines, "PROBES", 2)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # accelerate warns without
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # accelerate warns without it
 
 
 def unplug(connection: socket.socket) -> None:
@@ -56,23 +56,23 @@ def test_a_machine_that_vanishes_ends_all_processes(tmp_path: Path, capfd, monke
         accelerator.wait_for_everyone()
 
     assert not in_forks(tmp_path, 3, work)
-    said = capfd.readouterr().err
-    assert said.count("The machine of process 2 (Connection timed out) of this run is lost") == 2, said
+    output = capfd.readouterr().err
+    assert output.count("The machine of process 2 (Connection timed out) of this run is lost") == 2, output
 
 
 def test_only_processes_of_the_run_are_let_in(monkeypatch) -> None:
-    held: list[str] = []
-    monkeypatch.setattr(machines, "_watch", lambda link, rank, others: held.append(rank) or link.close())
+    ranks: list[str] = []
+    monkeypatch.setattr(machines, "_watch", lambda link, rank, links: ranks.append(rank) or link.close())
     with socket.create_server(("127.0.0.1", 0)) as server:
         greeting = threading.Thread(target=machines._accept, args=(server, "token", 2))
         greeting.start()
-        for said in (b"GET / HTTP/1.1", b"", b"token       1"):
+        for message in (b"GET / HTTP/1.1", b"", b"token       1"):
             with socket.create_connection(server.getsockname()) as link:
-                link.sendall(said)
+                link.sendall(message)
         greeting.join()
-    while not held:
+    while not ranks:
         time.sleep(0.01)
-    assert held == ["1"]
+    assert ranks == ["1"]
 
 
 def test_a_port_that_is_closed_is_told(monkeypatch) -> None:
@@ -92,7 +92,7 @@ def test_processes_of_one_machine_are_not_watched(monkeypatch) -> None:
         process_index, num_processes = 1, 2
 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    told: list[object] = []
-    monkeypatch.setattr(machines, "broadcast_object_list", lambda given: told.append(given) or given)
+    broadcasts: list[object] = []
+    monkeypatch.setattr(machines, "broadcast_object_list", lambda objects: broadcasts.append(objects) or objects)
     machines.watch_machines(Both())  # type: ignore[arg-type]
-    assert told == []
+    assert broadcasts == []

@@ -40,13 +40,13 @@ class Narrow(ToyPolicy):
 def _trainer(folder: Path, policy: ToyPolicy, sizes: dict[str, Any] | None = None, **arguments: Any) -> Any:
     sizes = {"batch_size": 48, "micro_batch": 64, **(sizes or {})}
     own = {"rollout": {"batch_size": sizes["batch_size"]}, "optimizer": {"micro_batch": sizes["micro_batch"]}}
-    others = {"evaluation": {"batch_size": 1}, "model": {"decode_batch": 8}}
-    run = {"config": own | others, "free_keys": FREE_KEYS, "checkpoint_every": 1, "iterations": 2}
+    rest = {"evaluation": {"batch_size": 1}, "model": {"decode_batch": 8}}
+    run = {"config": own | rest, "free_keys": FREE_KEYS, "checkpoint_every": 1, "iterations": 2}
     return toy_trainer(folder, policy=policy, run={**run, **arguments.pop("run", {})}, **own, **arguments)
 
 
 @pytest.mark.parametrize(
-    ("narrow", "smaller", "said"),
+    ("narrow", "smaller", "message"),
     [
         (Narrow(CUDA, without=24), "batch_size", "sampling (Tried to allocate 2.00 GiB). rollout.batch_size is 48."),
         (Narrow(CPU, within=32), "micro_batch", "(tried to allocate 9 bytes). optimizer.micro_batch is 64."),
@@ -54,14 +54,14 @@ def _trainer(folder: Path, policy: ToyPolicy, sizes: dict[str, Any] | None = Non
     ids=["rollout", "update"],
 )
 def test_the_setting_is_named_and_a_resume_with_half_of_it_goes_on(
-    narrow: Narrow, smaller: str, said: str, tmp_path: Path
+    narrow: Narrow, smaller: str, message: str, tmp_path: Path
 ) -> None:
     _trainer(tmp_path, narrow, run={"iterations": 1}).train()
     narrow.full = True
     stopped = _trainer(tmp_path, narrow)
     assert stopped.resume()
     half, same = ({"batch_size": 24, "micro_batch": 32}[smaller], "memory only: samples and updates stay the same")
-    with pytest.raises(OutOfMemory, match=f"{re.escape(said)} .*{same}.*{smaller}={half} and --resume"):
+    with pytest.raises(OutOfMemory, match=f"{re.escape(message)} .*{same}.*{smaller}={half} and --resume"):
         stopped.train()
     assert [path.name for path in checkpoint.folders(tmp_path / "checkpoints")] == ["step_000001"]
     resumed = _trainer(tmp_path, narrow, {smaller: half})
@@ -72,19 +72,19 @@ def test_an_evaluation_is_named_on_the_way_and_before_the_training(tmp_path: Pat
     def evaluate(_: int) -> dict[str, float]:
         raise CUDA
 
-    said = r"evaluation .*evaluation\.batch_size is 1 already\. Set model\.gradient_checkpointing=true, optimizer"
+    message = r"evaluation .*evaluation\.batch_size is 1 already\. Set model\.gradient_checkpointing=true, optimizer"
     trainer = _trainer(tmp_path, ToyPolicy(), evaluate=evaluate, run={"evaluate_every": 1})
-    with pytest.raises(OutOfMemory, match=said):
+    with pytest.raises(OutOfMemory, match=message):
         trainer.train()
-    with pytest.raises(OutOfMemory, match=said), trainer.measuring():
+    with pytest.raises(OutOfMemory, match=message), trainer.measuring():
         evaluate(0)
 
 
 def test_a_decoder_is_named(tmp_path: Path) -> None:
     policy = ToyPolicy()
     policy.decode = lambda *_: (_ for _ in ()).throw(CUDA)  # type: ignore[method-assign]
-    said = r"while decoding or encoding images \(Tried .*decode_batch is 8\. .*decode_batch=4 and --resume"
-    with pytest.raises(OutOfMemory, match=said):
+    message = r"while decoding or encoding images \(Tried .*decode_batch is 8\. .*decode_batch=4 and --resume"
+    with pytest.raises(OutOfMemory, match=message):
         _trainer(tmp_path, policy).train()
 
 

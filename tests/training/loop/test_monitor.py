@@ -44,22 +44,22 @@ def test_recorded_rewards_are_turned_so_that_higher_is_better():
 
     reward = WeightedSum({"a": (Brightness(), 1.0), "b": (Fewer(), 0.0)})
     a, group = torch.tensor([1.0, 2, 3, 4]).double(), torch.tensor([0, 0, 1, 1])
-    found = score_metrics(reward, a, torch.tensor([True] * 3 + [False]), group, {"a": a, "b": 2 * a})
-    assert found["agreement/b"] == -1 and found["recorded/b"] == -5 and found["reward_part/b"] == 5
-    assert found["recorded_std/b"] == 1
-    assert found["reward_mean"] == 2 and found["reward_group_std"] == pytest.approx(0.25)
+    metrics = score_metrics(reward, a, torch.tensor([True] * 3 + [False]), group, {"a": a, "b": 2 * a})
+    assert metrics["agreement/b"] == -1 and metrics["recorded/b"] == -5 and metrics["reward_part/b"] == 5
+    assert metrics["recorded_std/b"] == 1
+    assert metrics["reward_mean"] == 2 and metrics["reward_group_std"] == pytest.approx(0.25)
 
 
 def _followed(rows: list[dict[str, float]], **settings: Any) -> tuple[dict[str, float], list[str], dict]:
-    """Trends of the last row, what was said, and what the counters keep."""
-    progress, own, said = TrainingProgress(9, enabled=False), {}, []
-    progress.note = said.append  # type: ignore[method-assign]
+    """Trends of the last row, the notes, and what the counters keep."""
+    progress, own, notes = TrainingProgress(9, enabled=False), {}, []
+    progress.note = notes.append  # type: ignore[method-assign]
     monitor, trends = Monitor(MonitorSettings(**{"window": 2, **settings}), progress), {}
     for number, row in enumerate(rows, start=1):
         trends = monitor.follow({"iteration": number, **row}, own)
         own = json.loads(json.dumps(own))  # as a checkpoint keeps it
     monitor.stops(own)
-    return trends, said, own
+    return trends, notes, own
 
 
 def test_trends_are_the_latest_iterations_against_the_first():
@@ -76,7 +76,7 @@ def test_trends_are_the_latest_iterations_against_the_first():
     ]
     off = MonitorLimits()
     assert _followed(rows[:3], warn=off)[0] == {}, "the first iterations, and one more"
-    trends, said, _ = _followed(rows, warn=off)
+    trends, notes, _ = _followed(rows, warn=off)
     assert trends == pytest.approx(
         {
             "agreement_change/a": (0.2 + 0.4) / 2 - (0.5 + 0.7) / 2,
@@ -87,24 +87,24 @@ def test_trends_are_the_latest_iterations_against_the_first():
             "gradient_ratio": 3.0,
         }
     )
-    assert said == []
+    assert notes == []
     _, _, own = _followed(rows[:4], warn=off)
-    wider, kept = (Monitor(MonitorSettings(window=5, warn=off), TrainingProgress(9, enabled=False)), own["monitor"])
+    wider, state = (Monitor(MonitorSettings(window=5, warn=off), TrainingProgress(9, enabled=False)), own["monitor"])
     assert wider.follow({"iteration": 5, **rows[4]}, own) == pytest.approx(trends), "its beginning stays that"
-    assert len(kept["first"]["reward_group_std"]) == 2
+    assert len(state["first"]["reward_group_std"]) == 2
     stale = _followed([*rows, {**rows[-1], "agreement/a": NAN}], warn=off)[0]
     assert "agreement_change/a" not in stale and "group_std_ratio" in stale
 
 
 def test_what_crosses_a_limit_is_said_once_with_both_numbers():
     rows = [{"agreement/a": tau} for tau in (0.6, 0.6, 0.1, 0.1, 0.0)]
-    _, said, own = _followed(rows)
-    assert said == ["Warning: agreement_change/a is -0.5, below monitor.warn.agreement_change (-0.3)."]
-    assert monitor_messages(own) == [said[0].replace("Warning", "Iteration 4")]
+    _, notes, own = _followed(rows)
+    assert notes == ["Warning: agreement_change/a is -0.5, below monitor.warn.agreement_change (-0.3)."]
+    assert monitor_messages(own) == [notes[0].replace("Warning", "Iteration 4")]
     limits = MonitorLimits(judge_std_ratio=1.5, feature_drift=0.2)
     rows = [{"reward_part/std": 1.0}] * 2 + [{"reward_part/std": 2.0}] * 2 + [{"heldout/feature_drift": 0.3}]
-    _, said, own = _followed(rows, warn=MonitorLimits(), stop=limits)
-    assert said == [
+    _, notes, own = _followed(rows, warn=MonitorLimits(), stop=limits)
+    assert notes == [
         "The monitor stops the run: judge_std_ratio/reward is 2, above monitor.stop.judge_std_ratio (1.5). "
         "Continue with --resume and another monitor.stop.",
         "The monitor stops the run: feature_drift is 0.3, above monitor.stop.feature_drift (0.2). Continue "
@@ -117,8 +117,8 @@ def test_a_gradient_that_grows_is_warned_of_by_default():
     rows = [{"grad_norm": norm} for norm in (0.4, 0.6, 1.9, 2.0, 2.2, 9.0)]
     assert _followed(rows[:4])[1] == []
     assert _followed(rows)[1] == ["Warning: gradient_ratio is 4.2, above monitor.warn.gradient_ratio (4)."]
-    _, said, _ = _followed(rows, stop=MonitorLimits(gradient_ratio=10.0))
-    assert said[-1].startswith(
+    _, notes, _ = _followed(rows, stop=MonitorLimits(gradient_ratio=10.0))
+    assert notes[-1].startswith(
         "The monitor stops the run: gradient_ratio is 11.2, above monitor.stop.gradient_ratio (10)"
     )
 
@@ -127,17 +127,17 @@ def test_a_reward_that_agrees_with_none_is_said_before_anything_has_changed():
     rows = [{"agreement/a": tau} for tau in (0.3, 0.0, 0.5, -0.4)]  # means of two: 0.15, 0.25, 0.05
     limit = MonitorLimits(agreement=0.2)
     for length, expected in ((1, None), (2, 0.15), (3, 0.15), (4, 0.15)):
-        _, said, own = _followed(rows[:length], warn=limit)
-        assert len(said) == (expected is not None), "said once"
+        _, notes, own = _followed(rows[:length], warn=limit)
+        assert len(notes) == (expected is not None), "said once"
         if expected is not None:
-            assert said == [f"Warning: agreement/a is {expected}, below monitor.warn.agreement (0.2)."]
+            assert notes == [f"Warning: agreement/a is {expected}, below monitor.warn.agreement (0.2)."]
     assert own["monitor"]["now"]["agreement/a"] == pytest.approx(0.05)
 
 
 def test_a_fall_on_held_out_prompts_is_said_of_each_reward():
     rows = [{"heldout/change/a": 0.3, "heldout/change/accuracy": -2.9}, {"heldout/change/accuracy": -3.1}, {}]
-    trends, said, own = _followed(rows)
-    assert said == ["Warning: heldout_change/accuracy is -3.1, below monitor.warn.heldout_change (-3)."]
+    trends, notes, own = _followed(rows)
+    assert notes == ["Warning: heldout_change/accuracy is -3.1, below monitor.warn.heldout_change (-3)."]
     assert own["monitor"]["now"] == {"heldout_change/a": 0.3, "heldout_change/accuracy": -3.1}
     assert not any(trends)
 
@@ -154,7 +154,7 @@ def test_limits_that_cannot_be_crossed_are_refused():
 
 
 def _hacked(folder: Path, stop: MonitorLimits, iterations: int = 5) -> Any:
-    """Brightness is trained on; its negative is held out, whose mean can only fall."""
+    """Brightness is trained on; the mean of its held-out negative can only fall."""
 
     class Dark(Brightness):
         higher_is_better = False

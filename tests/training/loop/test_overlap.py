@@ -50,10 +50,10 @@ def test_stretches_change_no_sample_no_score_and_no_weight(tmp_path, kind):
     assert len(judge.calls) == 9 and all(name.startswith("reward") for name, _ in judge.calls)
     torch.testing.assert_close(weights_of(parts), weights_of(at_once), rtol=1e-5, atol=1e-6)
     rows = zip(read_metrics(tmp_path / "a/metrics.jsonl"), read_metrics(tmp_path / "b/metrics.jsonl"), strict=True)
-    for one, other in rows:
-        assert one.keys() == other.keys()
-        assert other["reward_mean"] == pytest.approx(one["reward_mean"], rel=1e-5)
-        assert other["reward_std"] == pytest.approx(one["reward_std"], rel=1e-5)
+    for row, other in rows:
+        assert row.keys() == other.keys()
+        assert other["reward_mean"] == pytest.approx(row["reward_mean"], rel=1e-5)
+        assert other["reward_std"] == pytest.approx(row["reward_std"], rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -95,21 +95,21 @@ def test_a_resumed_run_that_makes_samples_ahead_equals_one_that_went_on(tmp_path
 
 
 class Heard(ToyPolicy):
-    """A policy that says what it is asked for."""
+    """A policy that signals sampling and updates."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sampled, self.updated = threading.Event(), threading.Event()
 
-    def velocity(self, *given: Any, **more: Any) -> Any:
+    def velocity(self, *arguments: Any, **more: Any) -> Any:
         (self.updated if torch.is_grad_enabled() else self.sampled).set()
-        return super().velocity(*given, **more)
+        return super().velocity(*arguments, **more)
 
 
 @pytest.mark.parametrize(("how", "call"), [({"overlap": 2}, 1), ({"staleness": 1}, 2)])
 def test_a_judge_is_asked_beside_the_next_samples_and_beside_the_update(tmp_path, how, call):
     """Of two stretches the first judgement ends only once the second is being sampled; of samples made ahead
-    only once the update runs: both would wait for ever if the judge was asked at once."""
+    only once the update runs. If the judge blocked, both would wait for ever."""
     policy, met = Heard(), []
 
     class Waiting(Brightness):
@@ -172,12 +172,12 @@ def test_scores_of_stretches_are_joined_with_what_one_of_them_lacks():
     one, two = torch.ones(1), torch.zeros(2)
     first = Scores(value=one, valid=one.bool(), unit="u", std=one, parts={"a": one}, reason=[None])
     second = Scores(value=two, valid=two.bool(), unit="u", parts={"b": two})
-    found = concatenate_scores([first, second])
-    assert found.value.tolist() == [1, 0, 0] and found.valid.tolist() == [True, False, False]
-    assert found.std is not None and found.std.isnan().tolist() == [False, True, True]
-    assert {name: part.isnan().tolist() for name, part in found.parts.items()} == {
+    scores = concatenate_scores([first, second])
+    assert scores.value.tolist() == [1, 0, 0] and scores.valid.tolist() == [True, False, False]
+    assert scores.std is not None and scores.std.isnan().tolist() == [False, True, True]
+    assert {name: part.isnan().tolist() for name, part in scores.parts.items()} == {
         "a": [False, True, True],
         "b": [True, False, False],
     }
-    assert found.reason == [None, None, None] and found.text is None
+    assert scores.reason == [None, None, None] and scores.text is None
     assert RewardScorer(Brightness(), what="images", in_thread=False).chunks([0, 0, 1], 9)[2].tolist() == [2]

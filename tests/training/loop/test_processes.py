@@ -34,7 +34,7 @@ IN_FOUR = ("dapo+dynamic", "flow_grpo+dynamic", "judge", "process_reward+sharded
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with `1`, `2` and `4`, in each the trainings: starting processes costs more than they do."""
+    """Folders `1`, `2` and `4` with the trainings: starting processes costs more than they do."""
     folder = tmp_path_factory.mktemp("processes")
     in_fork(run_all, (folder / "2", 2, list(JOBS)), (folder / "4", 4, IN_FOUR))
     run(folder / "1", list(JOBS))
@@ -47,7 +47,7 @@ def test_the_updates_of_several_processes_are_those_of_one(name: str, world: int
     one, many = (torch.load(runs / str(count) / name / "gradients.pt") for count in (1, world))
     assert len(one) == len(many) > 1
     for number, (mine, other) in enumerate(zip(one, many, strict=True)):
-        # the first from equal weights; of the others Adam's steps have spread what was rounding
+        # the first from equal weights; later ones differ by rounding that Adam's steps spread
         assert float((mine - other).norm()) <= (2e-6 if number == 0 else 1e-4) * float(mine.norm())
     assert float(one[0].norm()) > 0
     if name.startswith("process_reward"):
@@ -55,12 +55,12 @@ def test_the_updates_of_several_processes_are_those_of_one(name: str, world: int
         assert [float(x) for x in reports[1]] == pytest.approx([float(x) for x in reports[0]], rel=1e-5)
         return
     if name == "sft+sharded":  # tied weights are saved once
-        kept = [load_file(runs / str(count) / name / "saved" / "model.safetensors") for count in (1, world)]
-        torch.testing.assert_close(kept[1], kept[0], rtol=1e-3, atol=1e-5)
+        saved = [load_file(runs / str(count) / name / "saved" / "model.safetensors") for count in (1, world)]
+        torch.testing.assert_close(saved[1], saved[0], rtol=1e-3, atol=1e-5)
     rows = [read_metrics(runs / str(count) / name / "metrics.jsonl") for count in (1, world)]
     assert len(rows[0]) == len(rows[1]) >= 2
     for mine, other in zip(*rows, strict=True):
-        for record in (mine, other):  # a process without samples looks at one all the same
+        for record in (mine, other):  # a process without samples still computes on one
             record.pop("forward_equivalents_per_image", None)
         if "adam_resolution" in mine:  # a median over weights whose gradient may be rounding
             resolution = other.pop("adam_resolution")
@@ -70,7 +70,7 @@ def test_the_updates_of_several_processes_are_those_of_one(name: str, world: int
 
 @pytest.mark.slow
 def test_a_killed_process_ends_the_others_and_any_number_goes_on(runs: Path, tmp_path: Path) -> None:
-    """Two of two are bit for bit the run that was not killed; one of two is so up to rounding."""
+    """Two processes go on bit for bit as the run that was not killed, one up to rounding."""
     killed = Fork(run_all, (tmp_path / "two", 2, ["slow"]), **{PAUSE: "0.4"})
     path, begin = tmp_path / "two" / "slow" / "metrics.jsonl", time.monotonic()
     while len(read_metrics(path)) < 2:
@@ -86,20 +86,20 @@ def test_a_killed_process_ends_the_others_and_any_number_goes_on(runs: Path, tmp
     in_fork(run_all, (tmp_path / "two", 2, ["slow"]))
     run(tmp_path / "one", ["slow"])
     assert outcome(tmp_path / "two" / "slow") == outcome(runs / "2" / "slow")
-    whole, rest = (
+    expected, rest = (
         checkpoint.load(checkpoint.step_folder(folder / "slow" / "checkpoints", 4), {"seed": 0}, free=()).tensors[
             "trainable"
         ]
         for folder in (runs / "1", tmp_path / "one")
     )
-    for name, weight in whole.items():
+    for name, weight in expected.items():
         torch.testing.assert_close(rest[name], weight, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.slow
 def test_a_sharded_run_goes_on_in_any_number_of_processes(runs: Path, tmp_path: Path) -> None:
-    """From one checkpoint two processes are bit for bit the run that went through; one is up to rounding, and
-    so are two from the whole checkpoint of one process."""
+    """From one checkpoint two processes go on bit for bit as the uninterrupted run. One does so up to rounding,
+    as do two from the whole checkpoint of one process."""
     name = "diffusion_nft+sharded"
     for count, source in (("one", "2"), ("two", "2"), ("whole", "1")):
         shutil.copytree(runs / source / name, tmp_path / count / name)
@@ -107,14 +107,14 @@ def test_a_sharded_run_goes_on_in_any_number_of_processes(runs: Path, tmp_path: 
     in_fork(run_all, *((tmp_path / folder, 2, [name]) for folder in ("two", "whole")))
     run(tmp_path / "one", [name])
     assert outcome(tmp_path / "two" / name) == outcome(runs / "2" / name)
-    one, whole, kept = (
+    one, undivided, expected = (
         checkpoint.load(checkpoint.step_folder(folder / name / "checkpoints", 2), {"seed": 0}).tensors
         for folder in (tmp_path / "one", tmp_path / "whole", runs / "2")
     )
     for stem in ("trainable", "ema"):
-        for key, weight in kept[stem].items():
+        for key, weight in expected[stem].items():
             torch.testing.assert_close(one[stem][key], weight, rtol=1e-3, atol=1e-5)
-            torch.testing.assert_close(whole[stem][key], weight, rtol=1e-3, atol=1e-5)
+            torch.testing.assert_close(undivided[stem][key], weight, rtol=1e-3, atol=1e-5)
 
 
 class _Rank:
@@ -152,11 +152,11 @@ def test_what_cannot_be_sharded_is_refused_by_name() -> None:
     task = RewardObjectiveSettings(task="bradley_terry")
     with pytest.raises(UserError, match=r"cannot divide head, which SimpleNamespace holds outside a torch"):
         RewardModeling(beside, ToyPairs(), objective=task, accelerator=two, sharding=True)
-    for objective, said in (
+    for objective, message in (
         ({"algorithm": "crd", "changes": {"kl": 0.0}}, "the algorithm 'crd', which joins the samples"),
         ({"algorithm": "diffusion_nft", "changes": {"kl": 0.1}}, r"a reference .* without LoRA"),
     ):
-        with pytest.raises(UserError, match=f"sharding does not work with {said}"):
+        with pytest.raises(UserError, match=f"sharding does not work with {message}"):
             toy_trainer(Path(), objective=objective, sharding=True)
 
 
@@ -165,16 +165,16 @@ def test_what_of_text_cannot_be_sharded_is_refused_by_name() -> None:
         ("grpo", {}, r"a reference \(objective\.changes\.kl\) without LoRA"),
         ("ppo", {"objective": {"changes": {"kl": 0.0}}, "separate_value": True}, "a value model"),
     ]
-    for row, given, said in refused:
-        with pytest.raises(UserError, match=f"sharding goes without {said}"):
-            toy_text_trainer(Path(), row, sharding=True, **given)
+    for row, options, message in refused:
+        with pytest.raises(UserError, match=f"sharding goes without {message}"):
+            toy_text_trainer(Path(), row, sharding=True, **options)
 
 
 def test_other_errors_pass_where_a_lost_process_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     lost = "[pair.cc:561] Connection closed by peer [127.0.0.1]:2260."
-    with pytest.raises(RuntimeError, match="closed by peer") as alone, report_lost_process():
+    with pytest.raises(RuntimeError, match="closed by peer") as error, report_lost_process():
         raise RuntimeError(lost)
-    assert type(alone.value) is RuntimeError, "one process has lost nobody"
+    assert type(error.value) is RuntimeError, "one process has lost nobody"
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     with pytest.raises(RewardError, match="reset by peer"), report_lost_process():
         raise RewardError("server: [Errno 104] Connection reset by peer")
@@ -188,6 +188,6 @@ def test_a_column_that_one_process_lacks_is_nan_there(monkeypatch: pytest.Monkey
     two: Any = SimpleNamespace(num_processes=2, process_index=1, device=torch.device("cpu"))
     two.gather = lambda own: torch.cat([torch.tensor([[1.0, 2.0, 3.0]]), own])
     monkeypatch.setattr(processes, "gather_object", lambda own: [["a", "b", "c"], *own])
-    found = Shares(two, [torch.tensor([0]), torch.tensor([1])]).table({"c": torch.tensor([9.0])})
-    assert [found[name][0].item() for name in "abc"] == [1, 2, 3] and found["c"][1] == 9
-    assert found["a"][1].isnan() and found["b"][1].isnan()
+    table = Shares(two, [torch.tensor([0]), torch.tensor([1])]).table({"c": torch.tensor([9.0])})
+    assert [table[name][0].item() for name in "abc"] == [1, 2, 3] and table["c"][1] == 9
+    assert table["a"][1].isnan() and table["b"][1].isnan()

@@ -37,12 +37,12 @@ def test_a_damaged_checkpoint_is_passed_over_aloud(tmp_path, monkeypatch):
     _trained(tmp_path, 4)
     newest = checkpoint.step_folder(tmp_path / "checkpoints", 4) / "ema.safetensors"
     newest.write_bytes(newest.read_bytes()[:100])
-    said = []
+    notes = []
     trainer = toy_trainer(tmp_path, run={"iterations": 6})
-    monkeypatch.setattr(trainer.progress, "note", said.append)
+    monkeypatch.setattr(trainer.progress, "note", notes.append)
     assert trainer.resume() and trainer.counters.iteration == 2
-    assert "step_000004 is damaged: ema.safetensors has 100 bytes instead of" in said[0]
-    assert "Resumed from" in said[1] and "after iteration 2" in said[1]
+    assert "step_000004 is damaged: ema.safetensors has 100 bytes instead of" in notes[0]
+    assert "Resumed from" in notes[1] and "after iteration 2" in notes[1]
     older = checkpoint.step_folder(tmp_path / "checkpoints", 2) / "state.json"
     older.unlink()
     with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints .* is whole.*new run in another output"):

@@ -30,10 +30,10 @@ def test_union_over_ranks_is_the_same_for_every_world_size(num_prompts, prompts,
     sampler = PromptSampler(num_prompts, prompts, group, seed)
     divisors = [w for w in range(1, prompts * group + 1) if prompts * group % w == 0]
     split = _union(sampler, iteration, data.draw(st.sampled_from(divisors)))
-    whole = sampler.batch(iteration)
-    assert len(whole) == prompts * group
+    batch = sampler.batch(iteration)
+    assert len(batch) == prompts * group
     for name in ("prompt_index", "group_id", "sample_id"):
-        assert torch.equal(getattr(split, name), getattr(whole, name))
+        assert torch.equal(getattr(split, name), getattr(batch, name))
 
 
 @settings(deadline=None, max_examples=40)

@@ -102,11 +102,11 @@ def test_a_run_without_an_update_says_so(tmp_path):
             scores.value.fill_(0.5)
             return scores
 
-    said: list[str] = []
+    notes: list[str] = []
     trainer = toy_trainer(tmp_path, reward=Flat(), run={"iterations": 2})
-    trainer.progress.note = said.append  # type: ignore[method-assign]
+    trainer.progress.note = notes.append  # type: ignore[method-assign]
     trainer.train()
-    (warning,) = said
+    (warning,) = notes
     assert warning.startswith("Warning: 2 iterations made no update: the weights are as at the start.")
 
 
@@ -125,5 +125,5 @@ def test_the_environment_changes_no_gradient(name, value, message, tmp_path, mon
     if name == "MIXED_PRECISION":
         monkeypatch.setattr(AcceleratorState, "_shared_state", {})
         records, policy = [{"prompt": "dark"}] * 48, cast(Any, ToyPolicy())
-        made = FlowGRPO(policy, Brightness(), records, rollout=RolloutSettings())
-        assert made.accelerator.mixed_precision == "no"
+        algorithm = FlowGRPO(policy, Brightness(), records, rollout=RolloutSettings())
+        assert algorithm.accelerator.mixed_precision == "no"

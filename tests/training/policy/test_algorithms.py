@@ -110,7 +110,7 @@ def test_what_means_nothing_is_refused_with_what_to_take_instead(kind: Any, name
     ],
 )
 def test_values_that_a_stage_refuses_are_refused_with_the_settings(kind: Any, changes: Any, message: str):
-    """Not after the model was loaded and an iteration's samples were made and judged."""
+    """Before the model is loaded and an iteration's samples are made and judged."""
     with pytest.raises(UserError, match=f"^objective: .*{message}"):
         kind(algorithm="grpo", changes=changes)
 
@@ -125,10 +125,10 @@ def test_canon_of_texts_compares_the_halves_by_entropy_or_length(metric, tmp_pat
     assert t.entropy is not None
     length = t.weight.sum(1)
     number = length if metric == "length" else (t.entropy * t.weight).sum(1) / length
-    wanted = conditional_advantages(t.reward, number, t.group)
+    expected = conditional_advantages(t.reward, number, t.group)
     for step in steps:
-        found, present = step.prepared.advantage, step.prepared.weight != 0
-        assert torch.allclose(torch.where(present, found - wanted[step.sample, None], 0.0), torch.zeros(()))
+        advantage, present = step.prepared.advantage, step.prepared.weight != 0
+        assert torch.allclose(torch.where(present, advantage - expected[step.sample, None], 0.0), torch.zeros(()))
     with pytest.raises(UserError, match=r"objective\.metric is 'age'"):
         TextObjectiveSettings(algorithm="canon", metric=cast(Any, "age"))
     with pytest.raises(UserError, match=r"algorithm=grpo does not read objective.metric of canon"):
@@ -139,15 +139,15 @@ def test_canon_of_images_compares_the_halves_by_a_part_of_the_reward(tmp_path):
     """Light is compared across the median of red, which is recorded and not optimised."""
     reward = WeightedSum({"light": (Brightness(), 1.0), "red": (Loud(), 0.0)})
     objective = {"algorithm": "canon", "metric": "red"}
-    one = {"updates_per_iteration": 1}
-    trainer = toy_trainer(tmp_path, reward=reward, objective=objective, optimizer=one)
+    optimizer = {"updates_per_iteration": 1}
+    trainer = toy_trainer(tmp_path, reward=reward, objective=objective, optimizer=optimizer)
     experience = trainer.algorithm.collect(trainer.context).experience
     t = experience.trajectories
     (step,) = trainer.algorithm.prepare(experience, trainer.context)
-    found, value, red = (x.double()[:8] for x in (step.prepared.advantage[:, 0], t.reward, t.metric))
+    advantage, value, red = (x.double()[:8] for x in (step.prepared.advantage[:, 0], t.reward, t.metric))
     low, high = red.argsort()[:4], red.argsort()[4:]
-    torch.testing.assert_close(found[low], value[low] - value[high].mean())
-    torch.testing.assert_close(found[high], value[high] - value[low].mean())
+    torch.testing.assert_close(advantage[low], value[low] - value[high].mean())
+    torch.testing.assert_close(advantage[high], value[high] - value[low].mean())
     other = toy_trainer(tmp_path, reward=reward, objective={**objective, "metric": "blue"})
     with pytest.raises(UserError, match=r"metric is 'blue', and the parts .*light, .*red.*weight 0"):
         other.iterate()
@@ -201,14 +201,14 @@ class _LoudLetters(Letters):
 def test_gdpo_of_texts_hears_each_term_of_a_sum(tmp_path):
     terms = {"a": (Letters("a"), 1.0), "e": (_LoudLetters("e"), 0.5)}
     reward = WeightedTextSum(terms, allow_mixed_units=True)
-    one = {"updates_per_iteration": 1}
-    trainer = toy_text_trainer(tmp_path, "gdpo", reward=reward, dynamic={}, optimizer=one)
+    optimizer = {"updates_per_iteration": 1}
+    trainer = toy_text_trainer(tmp_path, "gdpo", reward=reward, dynamic={}, optimizer=optimizer)
     algorithm, context = trainer.algorithm, trainer.context
     experience = algorithm.collect(context).experience
     steps = algorithm.prepare(experience, context)
     order = torch.cat([step.sample for step in steps]).argsort()
-    found = torch.cat([step.prepared.advantage for step in steps])[order].reshape(len(order), -1)[:, 0]
+    advantage = torch.cat([step.prepared.advantage for step in steps])[order].reshape(len(order), -1)[:, 0]
     t = experience.trajectories
     assert t.reward.shape == (len(order), 2) and list(t.reward_weights) == [1.0, 0.5]
     expected = gdpo_advantages(t.reward, [1.0, 0.5], t.group, ddof=0)
-    torch.testing.assert_close(found.double(), expected.double(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(advantage.double(), expected.double(), rtol=1e-4, atol=1e-5)

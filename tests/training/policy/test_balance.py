@@ -66,7 +66,7 @@ def _of_texts(folder: Any, name: str = "grpo", **more: Any) -> Any:
 
 @pytest.mark.parametrize("name", ["flow_grpo", "ram", "grpo"])
 def test_the_gradient_is_the_weighted_sum_of_the_rewards_own(name, tmp_path):
-    """Before anything is clipped or clamped, whatever the rewards' units; of a text without its KL and
+    """Before anything is clipped or clamped, whatever the rewards' units; for texts without the KL and
     entropy terms."""
     if name == "grpo":
         trainer = _of_texts(tmp_path, name, optimizer={"updates_per_iteration": 1})
@@ -74,18 +74,18 @@ def test_the_gradient_is_the_weighted_sum_of_the_rewards_own(name, tmp_path):
         policy = ToyPolicy(torch.float64)
         trainer = _trainer(tmp_path, name, policy, objective={"changes": {"kl": 0.0}})
     algorithm, context = trainer.algorithm, trainer.context
-    found = []
+    gradients = []
 
     class Watched(RewardBalance):
         def measure(self, run: Any, named: Any, gradient: Any) -> None:
             for weights in ([1.0, 0.0, 0], [0.0, 1.0, 0], [0.25, 0.75, 0]):
                 gradient(weights)
-                found.append(torch.cat([p.grad.flatten() for _, p in named]))
+                gradients.append(torch.cat([p.grad.flatten() for _, p in named]))
                 trainer.weights.clear()
 
     algorithm.balance = Watched(_three(), 1)
     algorithm.prepare(algorithm.collect(context).experience, context)
-    light, red, both = found
+    light, red, both = gradients
     rtol, atol = (1e-3, 1e-6) if name == "grpo" else (1e-8, 1e-12)
     torch.testing.assert_close(both, 0.25 * light + 0.75 * red, rtol=rtol, atol=atol)
     assert 0.05 < light.norm() / red.norm() < 20  # in a sum it would be 1e4
@@ -93,9 +93,9 @@ def test_the_gradient_is_the_weighted_sum_of_the_rewards_own(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["flow_grpo", "grpo"])
 def test_rows_learn_both_rewards_and_a_resume_is_exact(name, tmp_path):
-    whole, trainer = check_resume(partial(_of_texts if name == "grpo" else _trainer, name=name), tmp_path, 3, 4)
+    outcome, trainer = check_resume(partial(_of_texts if name == "grpo" else _trainer, name=name), tmp_path, 3, 4)
     assert trainer.counters.updates == 8 and not trainer.counters.skipped
-    rows = whole[2]
+    rows = outcome[2]
     weights = [[row[f"reward_weight/{label}"] for label in ("light", "red", "blue")] for row in rows]
     assert weights[0] == weights[1] != weights[2] == weights[3] and weights[0] != [1 / 3] * 3
     assert trainer.counters.own[KEY] == weights[3] and sum(weights[3]) == pytest.approx(1.0)
@@ -112,8 +112,8 @@ def test_gdpo_of_a_regression_hears_each_term_of_a_sum(tmp_path):
     gdpo = {"algorithm": "awm", "changes": {"signal": "gdpo", "signal_options": {"ddof": 0}, "clamp": None}}
     trainer = toy_trainer(tmp_path, reward=_several(), objective=gdpo)
     experience = trainer.algorithm.collect(trainer.context).experience
-    made = experience.images
-    expected = gdpo_advantages(made.columns, [1.0, 0.5], made.group, ddof=0)
+    images = experience.images
+    expected = gdpo_advantages(images.columns, [1.0, 0.5], images.group, ddof=0)
     torch.testing.assert_close(experience.signal, expected.double())
 
 

@@ -50,11 +50,11 @@ def test_where_lower_is_better_the_bound_is_a_ceiling() -> None:
 
 def test_a_resume_is_exact_and_the_value_is_the_lagrangian(tmp_path) -> None:
     objective = {"algorithm": "diffusion_nft", "multiplier_rate": 0.5}
-    whole, trainer = check_resume(
+    outcome, trainer = check_resume(
         lambda folder, run: toy_trainer(folder, reward=_sum(), objective=objective, run=run), tmp_path, 2, 3
     )
     last = 0.0
-    for row in whole[2]:
+    for row in outcome[2]:
         last = max(0.0, last + 0.5 * (0.6 - row["reward_part/red.weighted"]))
         assert row["reward_multiplier/red"] == pytest.approx(last, abs=1e-6)
         expected = row["reward_part/light.weighted"] + last * row["reward_part/red.weighted"]

@@ -16,8 +16,8 @@ def test_by_hand():
     weight = torch.zeros(2, dtype=DOUBLE, requires_grad=True)
     fresh = AdamState(exp_avg=[torch.zeros(2)], exp_avg_sq=[torch.zeros(2)], steps=0)
     losses = (3.0, 0), (-4.0, 1), (0.0, 0)
-    found = adam_influence(lambda n: losses[n][0] * weight[losses[n][1]], 3, [weight], fresh)
-    assert found.tolist() == pytest.approx([0.6, 0.8, 0.0])
+    influence = adam_influence(lambda n: losses[n][0] * weight[losses[n][1]], 3, [weight], fresh)
+    assert influence.tolist() == pytest.approx([0.6, 0.8, 0.0])
     # m = (0, 1), v = 0: Γ of the third is (0, 1), against ∇L; a step of another sample turns by it
     moved = AdamState(exp_avg=[torch.tensor([0.0, 1.0])], exp_avg_sq=[torch.ones(2)], steps=10**6)
     assert adam_influence(lambda n: losses[n][0] * weight[losses[n][1]], 3, [weight], moved)[2] == pytest.approx(-0.8)

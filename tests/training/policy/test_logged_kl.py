@@ -21,12 +21,12 @@ ONE_UPDATE = {"updates_per_iteration": 1, "lr": 3e-3}
 
 
 def of_images(untouched: Any, trainer: Trainer, experience: Any) -> float:
-    """‖μ − μ₀‖²/(2 std² D), mean over all trained steps, μ₀ of a model that nothing trained."""
+    """‖μ − μ₀‖²/(2 std² D), mean over all trained steps, μ₀ of an untrained model."""
     count, steps = len(experience.trajectory), len(experience.trained)
     sample = torch.arange(count).repeat_interleave(steps)
     pairs = experience.trajectory.pairs(sample, experience.trained.repeat(count))
-    given = experience.condition.select(sample), pairs, experience.trajectory.kernel
-    now, first = (replay(policy, *given).mean for policy in (trainer.algorithm.policy, untouched))
+    inputs = experience.condition.select(sample), pairs, experience.trajectory.kernel
+    now, first = (replay(policy, *inputs).mean for policy in (trainer.algorithm.policy, untouched))
     return float(((now - first).double().square().flatten(1).mean(1) / (2 * pairs.std.double() ** 2)).mean())
 
 
@@ -40,7 +40,7 @@ def of_text(untouched: Any, trainer: Trainer, experience: Any) -> float:
 def logged_and_by_hand(
     folder: Path, make: Any, measure: Any, untouched: Any
 ) -> tuple[list[float], list[float], list[bool]]:
-    """KL of four iterations, the last two resumed: as logged, as measured before each update; who resumed."""
+    """(logged KL, KL measured before each update, which runs resumed) of four iterations in two runs."""
     by_hand, resumed = [], []
     for iterations in (2, 4):
         trainer = make(run={"iterations": iterations, "checkpoint_every": 1})

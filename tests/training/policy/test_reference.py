@@ -29,12 +29,12 @@ def test_the_reference_is_the_policy_of_the_last_reset(tmp_path):
     """After every second iteration; the gradient of a graph that was built before its block is unchanged."""
     policy = ToyPolicy()
     trainer = toy_trainer(tmp_path, policy=policy, objective={**FLOW, "reset_reference_every": 2})
-    seen, ages = [], []
+    history, ages = [], []
     for _ in range(5):
-        seen.append(_weights(trainer))
+        history.append(_weights(trainer))
         with trainer.algorithm.reference.applied():
-            ages.append(next(n for n, w in enumerate(seen) if torch.equal(w[0], policy.net.shift)))
-        assert all(torch.equal(a, b) for a, b in zip(seen[-1], _weights(trainer), strict=True))
+            ages.append(next(n for n, w in enumerate(history) if torch.equal(w[0], policy.net.shift)))
+        assert all(torch.equal(a, b) for a, b in zip(history[-1], _weights(trainer), strict=True))
         trainer.iterate()
     assert ages == [0, 0, 2, 2, 4]
     x = torch.ones(1, 4, requires_grad=True)
@@ -51,13 +51,13 @@ def test_a_bound_resets_after_the_iteration_that_exceeds_it(name, tmp_path):
     trainer = toy_trainer(tmp_path, objective={**ROWS[name], "reset_reference_above": 1e9})
     for _ in range(2):
         trainer.iterate()
-    seen = trainer.algorithm.divergence
-    assert seen > 0 and KEY not in trainer.counters.own
-    again = toy_trainer(tmp_path, objective={**ROWS[name], "reset_reference_above": seen / 2})
+    divergence = trainer.algorithm.divergence
+    assert divergence > 0 and KEY not in trainer.counters.own
+    again = toy_trainer(tmp_path, objective={**ROWS[name], "reset_reference_above": divergence / 2})
     while KEY not in again.counters.own:
         again.iterate()
         assert again.counters.iteration <= 2
-        assert (again.algorithm.divergence > seen / 2) == (KEY in again.counters.own)
+        assert (again.algorithm.divergence > divergence / 2) == (KEY in again.counters.own)
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -26,10 +26,10 @@ def _advised(message: str) -> list[dict[str, Any]]:
     """Settings that the last sentence of a refusal names, one for each algorithm in quotes."""
     advice = message.rpartition("Take ")[2] or message.rpartition("Use ")[2]
     changes: dict[str, Any] = dict(re.findall(r"\b(ratio|kl_form|step_weight)='(\w+)'", advice))
-    found = [name for name in re.findall(r"(?<!=)'(\w+)'(?!:)", advice) if name not in ("scale", "batch")]
-    assert found or changes, f"nothing to take in: {message}"
+    algorithms = [name for name in re.findall(r"(?<!=)'(\w+)'(?!:)", advice) if name not in ("scale", "batch")]
+    assert algorithms or changes, f"nothing to take in: {message}"
     settings: list[dict[str, Any]] = []
-    for name in found or ["grpo"]:
+    for name in algorithms or ["grpo"]:
         clause = re.split(r"(?<!=)'\w+'", advice.partition(f"'{name}'")[2])[0]
         more = {key: value for key, value in re.findall(r"objective\.(metric|credit)=(\w+)", clause)}
         kl = {key: float(value) for key, value in re.findall(r"\b(kl)=([\d.]+\d)", clause)}

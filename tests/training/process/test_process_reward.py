@@ -55,7 +55,7 @@ def test_the_loss_is_the_cross_entropy_of_two_labels() -> None:
     loss = step_label_loss(logits[:, 1] - logits[:, 0], label.double())
     expected = nn.functional.cross_entropy(logits, label, reduction="none")
     assert torch.allclose(loss, expected) and loss[2].item() == pytest.approx(math.log(2))
-    slope, expected_slope = (torch.autograd.grad(each.sum(), logits)[0] for each in (loss, expected))
+    slope, expected_slope = (torch.autograd.grad(losses.sum(), logits)[0] for losses in (loss, expected))
     assert torch.allclose(slope, expected_slope)
     soft = step_label_loss(torch.tensor([1.0]), torch.tensor([0.25]))
     by_hand = 0.25 * math.log1p(math.exp(-1)) + 0.75 * math.log1p(math.e)
@@ -152,20 +152,20 @@ def test_a_resumed_fit_is_the_fit(tmp_path: Path) -> None:
 def test_the_squared_error_of_a_sum_by_hand() -> None:
     """Completions without a step or a finite reward take no part."""
     model = classifier(num_labels=1, classifier_dropout=0.0)
-    told = []
+    totals = []
     for text, ends in (("q1+1=2\n2+2=5\n", (6, 12)), ("q3\n", (2,))):
         with torch.no_grad():
-            told.append(model(torch.tensor([TOKENIZER(text)["input_ids"]])).logits[0, list(ends), 0].sum())
+            totals.append(model(torch.tensor([TOKENIZER(text)["input_ids"]])).logits[0, list(ends), 0].sum())
     rows = [("1+1=2\n\n2+2=5", 1), ("3", 0.25), (" \n", 1.0), ("4", None), ("5", math.nan), ("6", math.inf)]
     records = [{"prompt": "q", "completion": text, "reward": reward} for text, reward in rows]
-    expected = ((told[0] - 1) ** 2 + (told[1] - 0.25) ** 2).item() / 2
+    expected = ((totals[0] - 1) ** 2 + (totals[1] - 0.25) ** 2).item() / 2
     report = evaluate_process_reward(model, TOKENIZER, records)
     assert report.loss == pytest.approx(expected, rel=1e-5) and report.labels == 2
-    hits = [float((total > 0.5) == right) for total, right in zip(told, (True, False), strict=True)]
+    hits = [float((total > 0.5) == right) for total, right in zip(totals, (True, False), strict=True)]
     assert [report.accuracy_right, report.accuracy_wrong] == hits
     before = model.score.bias.item()
     train_process_reward(model, TOKENIZER, records, trainer=plain_descent(model.named_parameters(), lr=0.01))
-    slope = (2 * (told[0] - 1) * 2 + 2 * (told[1] - 0.25)).item() / 2
+    slope = (2 * (totals[0] - 1) * 2 + 2 * (totals[1] - 0.25)).item() / 2
     assert model.score.bias.item() - before == pytest.approx(-0.01 * slope, rel=1e-3)
 
 

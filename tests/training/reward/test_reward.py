@@ -45,7 +45,7 @@ def _trainer(
     **more: Any,
 ) -> Trainer[RewardModeling]:
     pace: dict[str, Any] = {"lr": 1e-2, "updates_per_iteration": 5, "warmup_updates": 2, **(optimizer or {})}
-    kept: dict[str, Any] = {"config": {"seed": seed}, "checkpoint_every": 2, **(run or {})}
+    run_options: dict[str, Any] = {"config": {"seed": seed}, "checkpoint_every": 2, **(run or {})}
     algorithm = RewardModeling(
         judge or ToyJudge(),  # type: ignore[arg-type]
         data or ToyPairs(),
@@ -56,7 +56,7 @@ def _trainer(
     return Trainer(
         algorithm,
         optimizer=RewardOptimizerSettings(**pace),
-        run=RunSettings(folder=folder, iterations=iterations, **kept),
+        run=RunSettings(folder=folder, iterations=iterations, **run_options),
         **more,
     )
 
@@ -77,24 +77,24 @@ SHARE = torch.tensor([7.5 / 10, 2.5 / 7, 0.7])
 
 
 def test_bradley_terry_is_the_cores_on_the_votes():
-    each = bradley_terry_loss(SCORES[:3], SCORES[3:], SHARE, margin=0.2, centre=0.01)
+    losses = bradley_terry_loss(SCORES[:3], SCORES[3:], SHARE, margin=0.2, centre=0.01)
     assert soft_labels(VOTES[:2, 0], VOTES[:2, 1], VOTES[:2, 2], smoothing=0.5).tolist() == pytest.approx(
         SHARE[:2].tolist()
     )
     outputs = {"value": SCORES}
     settings = {"margin": 0.2, "centre": 0.01}
-    assert _loss("bradley_terry", outputs, PAIRS, **settings) == pytest.approx(float(each.mean()))
+    assert _loss("bradley_terry", outputs, PAIRS, **settings) == pytest.approx(float(losses.mean()))
     counted = _loss("bradley_terry", outputs, PAIRS, pair_weight="votes", **settings)
     count = torch.tensor([9.0, 6.0, 1.0])
-    assert counted == pytest.approx(float((each * count).sum() / count.sum()))
+    assert counted == pytest.approx(float((losses * count).sum() / count.sum()))
 
 
 @pytest.mark.parametrize(("task", "mode"), [("uncertainty", "paper"), ("uncertainty_upstream", "upstream")])
 def test_uncertainty_is_the_cores_on_the_votes(task, mode):
     std = LOG_STD.exp()
-    each = uncertain_preference_loss(SCORES[:3], SCORES[3:], std[:3], std[3:], SHARE, mode=mode)
-    found = _loss(task, {"value": SCORES, "log_std": LOG_STD}, PAIRS)
-    assert found == pytest.approx(float(each.mean()))
+    losses = uncertain_preference_loss(SCORES[:3], SCORES[3:], std[:3], std[3:], SHARE, mode=mode)
+    loss = _loss(task, {"value": SCORES, "log_std": LOG_STD}, PAIRS)
+    assert loss == pytest.approx(float(losses.mean()))
 
 
 def test_with_a_model_of_ties_a_pair_without_votes_has_its_label():
@@ -127,9 +127,9 @@ def test_a_model_of_ties_has_its_own_settings(values, message):
 def test_a_pair_without_a_label_counts_nothing():
     label = torch.tensor([1.0, math.nan, 0.7])
     batch = replace(PAIRS, label=label, votes=None)
-    kept = [0, 2]
-    each = bradley_terry_loss(SCORES[:3][kept], SCORES[3:][kept], label[kept])
-    assert _loss("bradley_terry", {"value": SCORES}, batch) == pytest.approx(float(each.mean()))
+    rows = [0, 2]
+    losses = bradley_terry_loss(SCORES[:3][rows], SCORES[3:][rows], label[rows])
+    assert _loss("bradley_terry", {"value": SCORES}, batch) == pytest.approx(float(losses.mean()))
 
 
 @pytest.mark.parametrize("task", ["bradley_terry", "uncertainty", "hp", "yes_no"])
@@ -148,10 +148,10 @@ def test_hp_on_the_pairs_of_a_triple_is_half_of_the_published_sum():
     hp = torch.tensor([[0.0, 1.0], [0.1, 0.4], [0.5, 0.2]])
     left, right = torch.arange(2, 6), torch.arange(4)
     triple = RewardBatch(inputs=None, size=4, left=left, right=right, label=torch.ones(4))
-    found = _loss("hp", {"value": hp.flatten()}, triple, margin=0.3)
-    assert 2 * found == pytest.approx(float(hp_loss(hp, margin=0.3)))
+    loss = _loss("hp", {"value": hp.flatten()}, triple, margin=0.3)
+    assert 2 * loss == pytest.approx(float(hp_loss(hp, margin=0.3)))
     flipped = replace(triple, left=right, right=left, label=torch.zeros(4))
-    assert _loss("hp", {"value": hp.flatten()}, flipped, margin=0.3) == pytest.approx(found)
+    assert _loss("hp", {"value": hp.flatten()}, flipped, margin=0.3) == pytest.approx(loss)
 
 
 def test_ict_is_the_cores():
@@ -171,13 +171,13 @@ def test_yes_no_is_the_cores_on_rows_and_on_pairs():
     answer = yes_no_answer(logits.log_softmax(-1), range(2), range(2, 4), normalised=True)
     target = torch.tensor([1.0, 0.0, 0.3, math.nan, 1.0, 0.0])
     rows = RewardBatch(inputs=None, size=6, target=target)
-    known = ~torch.isnan(target)
-    expected = yes_no_loss(answer, target)[known].mean()
+    labelled = ~torch.isnan(target)
+    expected = yes_no_loss(answer, target)[labelled].mean()
     assert _loss("yes_no", {"value": answer.log_odds}, rows) == pytest.approx(float(expected), rel=1e-5)
     left, right = (type(answer)(*(f[s] for f in answer.__dict__.values())) for s in (slice(3), slice(3, 6)))
     both = yes_no_pair_loss(left, right, SHARE, likelihood_weight=0.4).mean()
-    found = _loss("yes_no", {"value": answer.log_odds}, PAIRS, likelihood=0.4)
-    assert found == pytest.approx(float(both), rel=1e-5)
+    loss = _loss("yes_no", {"value": answer.log_odds}, PAIRS, likelihood=0.4)
+    assert loss == pytest.approx(float(both), rel=1e-5)
 
 
 def test_rating_is_the_squared_error_and_fidelity_is_small_for_the_right_order():
@@ -197,8 +197,8 @@ def test_saying_something_else_costs_its_logarithm():
     rows = RewardBatch(inputs=None, size=4, target=torch.tensor([1.0, 0.3, math.nan, 0.0]))
     log_yes, log_no = F.logsigmoid(odds) + log_mass, F.logsigmoid(-odds) + log_mass
     share = torch.tensor([1.0, 0.3, 0.0, 0.0])
-    whole = -(share * log_yes + (1 - share) * log_no)[[0, 1, 3]].sum() / 3  # over the whole vocabulary
-    assert _loss("yes_no", value, rows) == pytest.approx(float(whole), rel=1e-5)
+    expected = -(share * log_yes + (1 - share) * log_no)[[0, 1, 3]].sum() / 3  # over the whole vocabulary
+    assert _loss("yes_no", value, rows) == pytest.approx(float(expected), rel=1e-5)
     ratio = _loss("yes_no", value, rows, mass=0.0)
     assert _loss("yes_no", value, rows, mass=2.0) - ratio == pytest.approx(2 * 0.8 / 3, rel=1e-4)
 
@@ -209,24 +209,24 @@ def test_saying_something_else_costs_its_logarithm():
     rated = RewardBatch(inputs=None, size=4, target=torch.tensor([1.0, 2.0, math.nan, 4.0]))
     spread = {**value, "log_std": torch.zeros(4)}
     for task, cost in (("rating", 0.8 / 3), ("rating_fidelity", 3.8 / 4)):
-        found = _loss(task, spread, rated) - _loss(task, spread, rated, mass=0.0)
-        assert found == pytest.approx(cost, rel=1e-4), task
+        difference = _loss(task, spread, rated) - _loss(task, spread, rated, mass=0.0)
+        assert difference == pytest.approx(cost, rel=1e-4), task
 
 
 def test_micro_batches_and_processes_add_up_to_the_batch(tmp_path):
     """The gradient of one update, from one batch of 48, from parts of 7, and from two processes' shares."""
-    found = []
+    updates = []
     for micro in (48, 7):
         trainer = _trainer(tmp_path, judge=ToyJudge(dropout=0.0), data=ToyPairs(48, micro=micro))
         sums = trainer.algorithm._accumulate(0, 1.0)
         gradient = torch.cat([p.grad.flatten() for _, p in trainer.weights.named if p.grad is not None])
-        found.append((sums, gradient))
-    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-4, atol=1e-5)
-    whole = next(iter(ToyPairs(48).batch(0))).votes
+        updates.append((sums, gradient))
+    torch.testing.assert_close(updates[0][0], updates[1][0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(updates[0][1], updates[1][1], rtol=1e-4, atol=1e-5)
+    votes = next(iter(ToyPairs(48).batch(0))).votes
     parts = [next(iter(ToyPairs(48).batch(0, (i, 2)))).votes for i in range(2)]
-    assert whole is not None and parts[0] is not None and parts[1] is not None
-    assert torch.equal(torch.stack(parts, 1).flatten(0, 1), whole)  # type: ignore[arg-type]
+    assert votes is not None and parts[0] is not None and parts[1] is not None
+    assert torch.equal(torch.stack(parts, 1).flatten(0, 1), votes)  # type: ignore[arg-type]
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path):
@@ -234,8 +234,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path):
         torch.rand(7)  # whatever else draws between two runs
         return _trainer(folder, **run, optimizer={"ema_decay": 0.9, "decay_updates": 20, "decay": "cosine"})
 
-    whole, trainer = check_resume(make, tmp_path, 2, 6)
-    assert trainer.counters.updates == 30 and whole[2][-1]["samples"] == 6 * 5 * 64
+    outcome, trainer = check_resume(make, tmp_path, 2, 6)
+    assert trainer.counters.updates == 30 and outcome[2][-1]["samples"] == 6 * 5 * 64
 
 
 def test_measures_by_hand():
@@ -245,19 +245,19 @@ def test_measures_by_hand():
 
     points = [[[1.0, 0.0], [0.0, 0.0]], [[1.0, 1.0], [0.0, 1.0]], [[0.0, 0.0], [0.0, 0.0]]]
     batch = pair_batch(torch.tensor(points).numpy(), label=[1.0, 0.0, 1.0])
-    found = pair_measures(score_pairs(Fixed(), [batch], TASKS["bradley_terry"]))  # type: ignore[arg-type]
-    assert found["accuracy"] == pytest.approx((1 + 0 + 0.5) / 3)
+    measures = pair_measures(score_pairs(Fixed(), [batch], TASKS["bradley_terry"]))  # type: ignore[arg-type]
+    assert measures["accuracy"] == pytest.approx((1 + 0 + 0.5) / 3)
     win = 1 / (1 + math.exp(-1))
-    assert found["nll"] == pytest.approx(-(math.log(win) + math.log(1 - win) + math.log(0.5)) / 3, rel=1e-5)
-    assert found["std_mean"] == pytest.approx(math.sqrt(2) * (1 + math.e + 1) / 3, rel=1e-5)
-    assert found["std_auroc"] == 1.0
+    assert measures["nll"] == pytest.approx(-(math.log(win) + math.log(1 - win) + math.log(0.5)) / 3, rel=1e-5)
+    assert measures["std_mean"] == pytest.approx(math.sqrt(2) * (1 + math.e + 1) / 3, rel=1e-5)
+    assert measures["std_auroc"] == 1.0
     prob, share = torch.tensor([0.9, 0.9, 0.1]), torch.tensor([1.0, 0.5, 0.0])
     gap = calibration_error(prob.double(), share.double(), torch.ones(3, dtype=torch.float64))
     assert gap == pytest.approx((2.7 - 2.5) / 3, rel=1e-5)  # all three fall into one bin
     assert auroc(torch.tensor([1.0, 2.0, 2.0, 3.0]), torch.tensor([False, True, False, True])) == 0.875
     assert math.isnan(auroc(torch.ones(2), torch.tensor([True, True])))
-    apart = torch.tensor([0, 0, 1, 1])  # 1 < 2 in the first, 3 > 2 in the second: both rightly
-    assert auroc(torch.tensor([1.0, 2.0, 2.0, 3.0]), torch.tensor([False, True, False, True]), apart) == 1.0
+    stratum = torch.tensor([0, 0, 1, 1])  # 1 < 2 in the first, 3 > 2 in the second: both right
+    assert auroc(torch.tensor([1.0, 2.0, 2.0, 3.0]), torch.tensor([False, True, False, True]), stratum) == 1.0
     assert lead_stratum(torch.tensor([3.0, -0.1, 0.5, -2.0]), strata=2).tolist() == [1, 0, 0, 1]
 
 

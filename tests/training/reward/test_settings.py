@@ -68,7 +68,7 @@ BATCHES = {
 
 
 def _loss(task: str, **forced: Any) -> float:
-    """With settings put in past their checks."""
+    """With settings that bypass their checks."""
     settings = RewardObjectiveSettings(task=task)
     for name, value in forced.items():
         object.__setattr__(settings, name, value)
@@ -105,8 +105,8 @@ def _config(task: str, *more: str) -> TrainRewardConfig:
     sources = {"rows": "shapes:quality", "answers": "written.jsonl"}
     source = sources.get(TASKS[task].labels, "shapes:pairs")
     train = "full" if kind == "ict" else {"hp": "head"}.get(kind, "lora")
-    given = [f"model.kind={kind}", f"model.train={train}", f"objective.task={task}"]
-    return load_config(TrainRewardConfig, None, [*given, f"data.train={source}", f"data.heldout={source}", *more])
+    overrides = [f"model.kind={kind}", f"model.train={train}", f"objective.task={task}"]
+    return load_config(TrainRewardConfig, None, [*overrides, f"data.train={source}", f"data.heldout={source}", *more])
 
 
 @pytest.mark.parametrize(
@@ -119,9 +119,9 @@ def test_data_settings_without_a_reader_are_refused(task, name, value):
 
 
 def test_a_judge_of_pairs_learns_shares_of_votes_alone():
-    given = ["model.kind=pair", "objective.task=yes_no"]
+    overrides = ["model.kind=pair", "objective.task=yes_no"]
     with pytest.raises(UserError, match=r"objective\.smoothing is .*a judge of kind pair with model.train"):
-        load_config(TrainRewardConfig, None, [*given, "objective.smoothing=2.0"])
+        load_config(TrainRewardConfig, None, [*overrides, "objective.smoothing=2.0"])
 
 
 def test_generated_sets_of_the_other_sort_are_refused():

@@ -14,8 +14,8 @@ from visalign.training.text.collect import distinct_pairs, repetition
 def test_repetition_counts_runs_of_four_that_came_before():
     """1 2 1 2 1 2 1 has the runs 1212, 2121, 1212, 2121: half of them are new."""
     tokens = torch.tensor([[1, 2, 1, 2, 1, 2, 1], [1, 2, 3, 4, 5, -1, -1], [1, 1, 1, -1, -1, -1, -1]])
-    found = repetition(tokens).tolist()
-    assert found[:2] == [0.5, 0.0] and math.isnan(found[2])
+    repeated = repetition(tokens).tolist()
+    assert repeated[:2] == [0.5, 0.0] and math.isnan(repeated[2])
 
 
 def test_pairs_are_counted_over_a_group():

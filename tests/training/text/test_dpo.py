@@ -44,14 +44,14 @@ def _policy(**options: Any) -> CausalLMPolicy:
 
 
 def _dpo(policy: CausalLMPolicy, size: int = 5, heldout: bool = False, **settings: Any) -> DPO:
-    made = DPOSettings(**settings)
-    records = with_mismatched(policy, VOTES) if made.votes else PAIRS
-    stream = DemonstrationBatches(policy, records, size=size, seed=5, field=made.fields)
-    good = [bool(record["label"]) for record in records] if made.votes else None
+    dpo_settings = DPOSettings(**settings)
+    records = with_mismatched(policy, VOTES) if dpo_settings.votes else PAIRS
+    stream = DemonstrationBatches(policy, records, size=size, seed=5, field=dpo_settings.fields)
+    good = [bool(record["label"]) for record in records] if dpo_settings.votes else None
     return DPO(
         policy,
         stream,
-        settings=made,
+        settings=dpo_settings,
         good=good,
         heldout=stream if heldout else None,
         heldout_good=good if heldout else None,
@@ -72,7 +72,7 @@ def _trainer(folder: Path, iterations: int = 6, *, policy: Any = None, **setting
 
 
 def _moved(policy: CausalLMPolicy) -> None:
-    """Other weights than those of the reference."""
+    """Weights that differ from the reference's."""
     with torch.no_grad():
         for number, (_, weight) in enumerate(policy.trainable_parameters()):
             weight += 0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(number))
@@ -83,8 +83,8 @@ def _gradient(algorithm: DPO, micro_batch: int) -> tuple[dict[str, float], torch
     policy: Any = algorithm.policy
     policy.model.zero_grad()
     context = Context(counters=Counters(), optimizer=OptimizerSettings(micro_batch=micro_batch), clock=PhaseClock())
-    found = algorithm.backward(None, algorithm.data.completions.batch(0), context)
-    return found, torch.cat([p.grad.flatten() for _, p in policy.trainable_parameters()])
+    sums = algorithm.backward(None, algorithm.data.completions.batch(0), context)
+    return sums, torch.cat([p.grad.flatten() for _, p in policy.trainable_parameters()])
 
 
 def _said(policy: CausalLMPolicy, prompt: str, answer: str) -> torch.Tensor:
@@ -102,15 +102,15 @@ def test_the_loss_is_dpos_by_the_models_own_logits():
     algorithm = _dpo(policy, beta=0.3)
     torch.testing.assert_close(algorithm.data.ref, torch.tensor(ref), rtol=1e-5, atol=1e-5)
     _moved(policy)
-    found, gradient = _gradient(algorithm, micro_batch=2)
+    sums, gradient = _gradient(algorithm, micro_batch=2)
     policy.model.zero_grad()
     losses = []
     for pair, (ref_chosen, ref_rejected) in zip(PAIRS, ref, strict=True):
         chosen, rejected = (_said(policy, pair["prompt"], pair[side]) for side in ("chosen", "rejected"))
         losses.append(-logsigmoid(0.3 * (chosen - ref_chosen - rejected + ref_rejected)))
-    wanted = torch.stack(losses).mean()
-    assert found["loss"] == pytest.approx(wanted.item(), rel=1e-4)
-    wanted.backward()
+    expected = torch.stack(losses).mean()
+    assert sums["loss"] == pytest.approx(expected.item(), rel=1e-4)
+    expected.backward()
     own = torch.cat([p.grad.flatten() for _, p in policy.trainable_parameters() if p.grad is not None])
     torch.testing.assert_close(gradient, own, rtol=1e-3, atol=1e-5)
 
@@ -120,10 +120,10 @@ def test_micro_batches_change_nothing(loss):
     policy = _policy()
     algorithm = _dpo(policy, row=loss, label_smoothing=0.1 if loss == "robust" else 0.0)
     _moved(policy)
-    whole, expected = _gradient(algorithm, micro_batch=64)
+    expected_sums, expected = _gradient(algorithm, micro_batch=64)
     for size in (1, 3):
-        found, gradient = _gradient(algorithm, micro_batch=size)
-        assert found == pytest.approx(whole, rel=1e-4, abs=1e-5)
+        sums, gradient = _gradient(algorithm, micro_batch=size)
+        assert sums == pytest.approx(expected_sums, rel=1e-4, abs=1e-5)
         assert float((gradient - expected).norm()) < 1e-4 * float(expected.norm())
     assert float(expected.norm()) > 0
 
@@ -148,14 +148,14 @@ def test_the_reference_point_is_of_mismatched_answers_of_the_whole_batch():
     policy = _policy()
     algorithm = _dpo(policy, size=10, row="kto")
     _moved(policy)
-    algorithm.data.ref[:, 1] -= 9.0  # a reference that thinks less of them, so that the point is above 0
-    found, _ = _gradient(algorithm, micro_batch=3)
+    algorithm.data.ref[:, 1] -= 9.0  # a reference with lower log-probs, so that the point is above 0
+    sums, _ = _gradient(algorithm, micro_batch=3)
     records = with_mismatched(policy, VOTES)
     assert all(r["mismatched"] != r["completion"] for r in records)
     with torch.no_grad():
         now = torch.stack([_said(policy, r["prompt"], r["mismatched"]) for r in records])
     gained = float((now - algorithm.data.ref[:, 1]).mean())
-    assert found["kl"] == pytest.approx(gained, rel=1e-4) and gained > 1
+    assert sums["kl"] == pytest.approx(gained, rel=1e-4) and gained > 1
 
 
 @pytest.mark.parametrize("loss", [{"row": "sigmoid"}, {"row": "kto"}, {"row": "power", "label_rate": 0.3}])
@@ -167,7 +167,7 @@ def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(loss, tmp_path
 
 @pytest.mark.parametrize("row", ["sigmoid", "power"])
 def test_a_label_moves_once_per_visit_of_its_pair(row):
-    """Whatever the micro-batch; of a batch that has some pairs twice, twice by the same lead."""
+    """Whatever the micro-batch; a pair that a batch has twice moves twice by one lead."""
     policy = _policy()
     _moved(policy)
     every = _dpo(policy, row=row, label_rate=0.3, label_smoothing=0.1)
@@ -176,9 +176,9 @@ def test_a_label_moves_once_per_visit_of_its_pair(row):
         every.data.ref[:, 0] -= 2.0
     _gradient(every, micro_batch=2)
     with torch.no_grad():
-        said = policy.log_probs(answers.rows(range(5)))
+        output = policy.log_probs(answers.rows(range(5)))
     better, worse = (
-        implicit_reward(said.log_prob[rows].sum(1), every.data.ref[:, side], length, row=row)
+        implicit_reward(output.log_prob[rows].sum(1), every.data.ref[:, side], length, row=row)
         for side, rows in enumerate((slice(0, 5), slice(5, 10)))
         for length in [answers.rows(range(5)).loss_mask[rows].sum(1)]
     )
@@ -192,5 +192,5 @@ def test_a_label_moves_once_per_visit_of_its_pair(row):
     again = torch.tensor(twice.data.completions.batch(0).group[:7]).bincount()
     assert sorted(again.tolist()) == [1, 1, 1, 2, 2]
     _gradient(twice, micro_batch=2)
-    wanted = torch.where(again == 2, once + 0.3 * (torch.sigmoid(better - worse) - once), once)
-    torch.testing.assert_close(twice.labels, wanted, rtol=1e-4, atol=1e-5)
+    expected = torch.where(again == 2, once + 0.3 * (torch.sigmoid(better - worse) - once), once)
+    torch.testing.assert_close(twice.labels, expected, rtol=1e-4, atol=1e-5)

@@ -18,8 +18,8 @@ from visalign.training.text.entropy_metrics import answer_entropy, covariance_me
 
 def test_entropies_of_completions_tokens_and_answers() -> None:
     """Lengths 2 and 6, entropies 1 and 0 of each token; a completion without a token does not count."""
-    found = policy_entropy(torch.tensor([2.0, 0.0, 0.0]), torch.tensor([2, 6, 0]))
-    assert found == {"entropy": 0.5, "entropy_token": 0.25}
+    entropies = policy_entropy(torch.tensor([2.0, 0.0, 0.0]), torch.tensor([2, 6, 0]))
+    assert entropies == {"entropy": 0.5, "entropy_token": 0.25}
     assert policy_entropy(torch.zeros(1), torch.zeros(1)) == {"entropy": 0.0, "entropy_token": 0.0}
     answers = torch.tensor([3, 4, 7, 7, 3, 3])  # ln 2, 0, and a group of one
     expected = {"entropy_answer": pytest.approx(math.log(2) / 3)}
@@ -34,8 +34,8 @@ def test_the_covariance_and_its_largest_shares_by_hand() -> None:
     t = Trajectories(old_log_prob=log_prob, weight=weight, group=[0, 0], advantage=advantage)
     objective = Objective(advantage="given", surrogate="reinforce")
     prepared = objective.prepare_steps(t, [torch.tensor([0]), torch.tensor([1])])
-    found = covariance_metrics(prepared)
-    assert found == pytest.approx(
+    metrics = covariance_metrics(prepared)
+    assert metrics == pytest.approx(
         {"covariance/mean": 1.5, **{f"covariance/top_{s}": 3.0 for s in (0.02, 0.2, 2, 20, 50)}}
     )
 
@@ -44,11 +44,11 @@ def test_a_run_sets_the_entropy_it_spent_beside_what_the_covariance_foresees(tmp
     trainer = toy_text_trainer(tmp_path, "grpo")
     first = RewardCapabilities(read_answer=lambda text, record: text[:1])
     object.__setattr__(trainer.algorithm.parts.reward, "capabilities", first)
-    one, two = trainer.iterate(), trainer.iterate()
-    assert "entropy_drop" not in one and 0 < one["entropy_answer"] < math.log(6)
-    assert two["entropy_drop"] == pytest.approx(one["entropy"] - two["entropy"])
-    assert two["entropy_drop_foreseen"] == pytest.approx(2 * 3e-3 * one["covariance/mean"]), "two updates"
-    assert one["covariance/top_2"] >= one["covariance/top_50"] >= one["covariance/mean"]
+    earlier, later = trainer.iterate(), trainer.iterate()
+    assert "entropy_drop" not in earlier and 0 < earlier["entropy_answer"] < math.log(6)
+    assert later["entropy_drop"] == pytest.approx(earlier["entropy"] - later["entropy"])
+    assert later["entropy_drop_foreseen"] == pytest.approx(2 * 3e-3 * earlier["covariance/mean"]), "two updates"
+    assert earlier["covariance/top_2"] >= earlier["covariance/top_50"] >= earlier["covariance/mean"]
 
 
 def test_an_entropy_that_no_engine_reports_is_not_remembered() -> None:
@@ -75,7 +75,7 @@ def test_the_report_draws_the_fit_and_its_ceiling() -> None:
     assert "a 0.3, b 0.9; ceiling b − a, where all entropy is spent: 0.6 ±" in panel.note
     assert panel.curve.unit == "training reward" and panel.svg.count("<circle") == 5
     assert {p.curve.title for p in panels(rows, known_curves(rows))[0]} >= {"Entropy spent", "Entropy"}
-    held = [{**row, "heldout/accuracy": 0.5 + 0.1 * n} for n, row in enumerate(rows)]
-    assert entropy_panels(held)[0].curve.unit == "held-out accuracy"
+    heldout = [{**row, "heldout/accuracy": 0.5 + 0.1 * n} for n, row in enumerate(rows)]
+    assert entropy_panels(heldout)[0].curve.unit == "held-out accuracy"
     for few in (rows[:4], [{**row, "entropy": 0.2} for row in rows], [{"entropy": None, "reward_mean": 1.0}] * 9, []):
         assert entropy_panels(few) == ()

@@ -28,12 +28,12 @@ def flow(policy: Any, **changes: Any) -> LatentFlow:
 
 
 def test_a_token_that_right_completions_do_not_have_strays_farthest() -> None:
-    """After learning the states of one completion, a token is put into it that comes from nowhere."""
+    """After the states of one completion are learnt, an unrelated token is put into it."""
     policy = toy_policy()
-    made = policy.generate(["b c"], seeds=3, stopping=StoppingCriteria(max_new_tokens=8))
+    rollout = policy.generate(["b c"], seeds=3, stopping=StoppingCriteria(max_new_tokens=8))
     learnt = flow(policy, steps=300, batch=256, width=64, lr=3e-3, warmup=0)
-    learnt.learn(made, torch.ones(1, dtype=torch.bool), 0)
-    strange = made.rows(torch.tensor([0, 0]))
+    learnt.learn(rollout, torch.ones(1, dtype=torch.bool), 0)
+    strange = rollout.rows(torch.tensor([0, 0]))
     strange.completion_ids[1, 2] = (int(strange.completion_ids[1, 2]) + 7) % policy.model.config.vocab_size
     states = dict(learnt._states(strange))
     usual, changed = (learnt._deviation(states[i], 5) for i in (0, 1))
@@ -45,17 +45,17 @@ def test_a_token_that_right_completions_do_not_have_strays_farthest() -> None:
 
 def test_it_pays_nothing_before_it_learnt_and_learns_from_right_completions_alone(tmp_path) -> None:
     policy = toy_policy()
-    made = policy.generate(["b c", "g"], seeds=3, stopping=StoppingCriteria(max_new_tokens=5))
-    one = flow(policy)
-    before = one.state()
-    assert not bool(one.score_rollout(made).tokens().any())
-    one.learn(made, torch.zeros(2, dtype=torch.bool), 0)
-    assert one.state().keys() == before.keys() and all(torch.equal(one.state()[k], before[k]) for k in before)
-    one.learn(made, torch.tensor([True, False]), 0)
-    assert bool(one.score_rollout(made).tokens().any()) and one.metrics()["latent_flow/loss"] > 0
+    rollout = policy.generate(["b c", "g"], seeds=3, stopping=StoppingCriteria(max_new_tokens=5))
+    first = flow(policy)
+    before = first.state()
+    assert not bool(first.score_rollout(rollout).tokens().any())
+    first.learn(rollout, torch.zeros(2, dtype=torch.bool), 0)
+    assert first.state().keys() == before.keys() and all(torch.equal(first.state()[k], before[k]) for k in before)
+    first.learn(rollout, torch.tensor([True, False]), 0)
+    assert bool(first.score_rollout(rollout).tokens().any()) and first.metrics()["latent_flow/loss"] > 0
     other = flow(policy)
-    other.learn(made.rows(torch.tensor([0])), torch.ones(1, dtype=torch.bool), 0)
-    assert all(torch.equal(value, other.state()[name]) for name, value in one.state().items())
+    other.learn(rollout.rows(torch.tensor([0])), torch.ones(1, dtype=torch.bool), 0)
+    assert all(torch.equal(value, other.state()[name]) for name, value in first.state().items())
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path) -> None:

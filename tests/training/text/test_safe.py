@@ -34,19 +34,19 @@ def test_v_is_the_soft_minimum_of_the_critics(separate, tmp_path) -> None:
 
 def test_the_gate_opens_with_the_divergence_and_a_resumed_run_keeps_it(tmp_path) -> None:
     run = {"checkpoint_every": 2, "iterations": 4}
-    whole = toy_text_trainer(tmp_path / "whole", "safe", objective=LOW, run=run)
-    seen = []
+    uninterrupted = toy_text_trainer(tmp_path / "whole", "safe", objective=LOW, run=run)
+    strengths = []
     for _ in range(3):
-        seen.append(whole.algorithm.objective.kl)
-        whole.iterate()
-    assert seen[0] == 0 and 0 < seen[1] < seen[2]
-    whole.iterate()
+        strengths.append(uninterrupted.algorithm.objective.kl)
+        uninterrupted.iterate()
+    assert strengths[0] == 0 and 0 < strengths[1] < strengths[2]
+    uninterrupted.iterate()
     toy_text_trainer(tmp_path / "part", "safe", objective=LOW, run={**run, "iterations": 2}).train()
     resumed = toy_text_trainer(tmp_path / "part", "safe", objective=LOW, run=run)
     resumed.resume()
     resumed.train()
-    assert resumed.algorithm.objective.kl == whole.algorithm.objective.kl
-    assert torch.equal(weights_of(resumed), weights_of(whole))
+    assert resumed.algorithm.objective.kl == uninterrupted.algorithm.objective.kl
+    assert torch.equal(weights_of(resumed), weights_of(uninterrupted))
     shut = toy_text_trainer(tmp_path / "shut", "safe", objective={"kl_threshold": 50.0})
     for _ in range(3):
         shut.iterate()

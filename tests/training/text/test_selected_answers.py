@@ -39,13 +39,13 @@ def test_ties_are_drawn_by_lot_of_the_seed_and_the_group_alone():
     drawn = Counter(best_of_group(reward, ["a"] * 4, seed=s)[0] for s in range(600))
     assert set(drawn) == {0, 2, 3} and min(drawn.values()) > 150
     for seed in range(5):
-        alone = best_of_group(reward, ["a"] * 4, seed=seed)
+        selected = best_of_group(reward, ["a"] * 4, seed=seed)
         beside = best_of_group(torch.cat([torch.ones(3), reward]), ["b"] * 3 + ["a"] * 4, seed=seed)
-        assert beside[1:] == [place + 3 for place in alone]
+        assert beside[1:] == [index + 3 for index in selected]
     tied = torch.ones(40)
     groups = [i // 2 for i in range(40)]
-    first = [place % 2 for place in best_of_group(tied, groups, seed=1)]
-    assert 0 < sum(first) < 20  # groups have lots of their own
+    first = [index % 2 for index in best_of_group(tied, groups, seed=1)]
+    assert 0 < sum(first) < 20  # each group draws its own lot
 
 
 def test_accepted_completions_reach_the_threshold_and_no_group_has_more_than_its_share():
@@ -60,9 +60,9 @@ def test_accepted_completions_reach_the_threshold_and_no_group_has_more_than_its
         two = accepted_completions(reward, group, text, threshold=0.5, per_group=2, seed=seed)
         assert len(two) == 4 and two[2:] == [4, 6] and set(two[:2]) < {0, 2, 3}
     drawn = Counter(
-        place
+        index
         for seed in range(300)
-        for place in accepted_completions(reward, group, text, threshold=0.5, per_group=1, seed=seed)
+        for index in accepted_completions(reward, group, text, threshold=0.5, per_group=1, seed=seed)
     )
     assert drawn[4] == drawn[6] == 300 and min(drawn[i] for i in (0, 2, 3)) > 60  # the reward plays no part
 
@@ -118,8 +118,8 @@ def test_hints_stand_in_where_nothing_was_right_and_what_is_solved_may_go():
         reason=[None] * 11,
         answers=[()] * 11,
     )
-    kept = worth_learning(completions, completions.scored, threshold=1.0)
-    assert kept.tolist() == [True] * 7 + [False, False, True, True]
+    worthwhile = worth_learning(completions, completions.scored, threshold=1.0)
+    assert worthwhile.tolist() == [True] * 7 + [False, False, True, True]
     harder = worth_learning(completions, completions.scored, threshold=1.0, skip_solved=True)
     assert harder.tolist() == [False] * 3 + [True] * 4 + [False, False, True, True]
     assert worth_learning(completions, completions.scored, threshold=2.0, skip_solved=True).all()
@@ -132,13 +132,13 @@ def test_hints_stand_in_where_nothing_was_right_and_what_is_solved_may_go():
 def test_a_hint_stands_behind_the_prompt_with_the_records_fields():
     record = {"prompt": "2 + 2?", "answer": 4}
     assert with_hint(record, "It is {answer}.") == "2 + 2?\nIt is 4."
-    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
-    found = with_hint({**record, "prompt": asked}, "It is {answer}.")
-    assert found == [asked[0], {"role": "user", "content": "2 + 2?\nIt is 4."}]
-    shown = [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]
-    found = with_hint({**record, "prompt": shown}, "{answer}")
-    content = [*shown[0]["content"], {"type": "text", "text": "\n4"}]
-    assert found == [{"role": "user", "content": content}] and len(shown[0]["content"]) == 1
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
+    prompt = with_hint({**record, "prompt": messages}, "It is {answer}.")
+    assert prompt == [messages[0], {"role": "user", "content": "2 + 2?\nIt is 4."}]
+    multimodal = [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]
+    prompt = with_hint({**record, "prompt": multimodal}, "{answer}")
+    content = [*multimodal[0]["content"], {"type": "text", "text": "\n4"}]
+    assert prompt == [{"role": "user", "content": content}] and len(multimodal[0]["content"]) == 1
     with pytest.raises(UserError, match=r"names the field 'anwser', which a record lacks: .*prompt, answer"):
         with_hint(record, "It is {anwser}.")
 
@@ -147,17 +147,17 @@ def test_statistics_by_hand():
     completions = _completions()
     free = selectable_completions(completions, truncated=False)
     assert free.tolist() == [True] * 5 + [False, False, True]
-    found = statistics(completions, free, threshold=1.0)
-    assert (found["completions"], found["judged"], found["failed"], found["truncated"]) == (8, 7, 1, 1)
-    assert found["accepted"] == 2 and found["acceptance_rate"] == pytest.approx(2 / 7)
-    assert found["prompts_accepted"] == 0.5 and found["reward_mean"] == pytest.approx(3.5 / 7)
-    assert found["length_mean"] == 4.5
-    assert found["distinct_completions"] == (3 + 3) / 2 and found["distinct_accepted"] == 0.5
+    summary = statistics(completions, free, threshold=1.0)
+    assert (summary["completions"], summary["judged"], summary["failed"], summary["truncated"]) == (8, 7, 1, 1)
+    assert summary["accepted"] == 2 and summary["acceptance_rate"] == pytest.approx(2 / 7)
+    assert summary["prompts_accepted"] == 0.5 and summary["reward_mean"] == pytest.approx(3.5 / 7)
+    assert summary["length_mean"] == 4.5
+    assert summary["distinct_completions"] == (3 + 3) / 2 and summary["distinct_accepted"] == 0.5
     # prompt 0: 2 of 4; prompt 1: 0 of 3, which says nothing of four attempts
-    assert found["pass_at_k"] == pytest.approx({1: 0.25, 2: (1 - 1 / 6) / 2, 4: 1.0})
-    best = {n: row["reward"] for n, row in found["best_of_n"].items()}
+    assert summary["pass_at_k"] == pytest.approx({1: 0.25, 2: (1 - 1 / 6) / 2, 4: 1.0})
+    best = {n: row["reward"] for n, row in summary["best_of_n"].items()}
     # prompt 0: mean 0.625, pairs (5·1 + 0.5)/6; prompt 1: mean 1/3, pairs 2/3
     assert best == pytest.approx({1: (0.625 + 1 / 3) / 2, 2: (5.5 / 6 + 2 / 3) / 2, 4: 1.0})
-    bounds = [row["kl_bound"] for row in found["best_of_n"].values()]
+    bounds = [row["kl_bound"] for row in summary["best_of_n"].values()]
     assert bounds == pytest.approx([0.0, math.log(2) - 1 / 2, math.log(4) - 3 / 4])
     assert failure_reasons(completions) == {"judge died": 1}

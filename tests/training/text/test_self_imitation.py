@@ -25,9 +25,9 @@ class FirstHalf(Letters):
     """Share of a completion's characters from a to m."""
 
     def score(self, completions: Any, prompts: Any, metadata: Any = None) -> Scores:
-        found = super().score(completions, prompts, metadata)
+        scores = super().score(completions, prompts, metadata)
         value = [sum("a" <= x <= "m" for x in text) / max(1, len(text)) for text in completions]
-        return replace(found, value=torch.tensor(value))
+        return replace(scores, value=torch.tensor(value))
 
 
 def _trainer(folder: Any, algorithm: str = "grpo", **changes: Any) -> Any:
@@ -61,22 +61,22 @@ def test_the_replays_gradient_is_the_clipped_surrogate_of_what_beats_the_median(
     weight = t.weight[used]
     by_hand = -0.25 * ((gain * weight).sum(1) / weight.sum(1)).mean()
     assert bool(((ratio < 0.8) | (ratio > 1.28)).any())
-    found = algorithm.backward(second, step, run)
-    assert found["loss/replay"] == pytest.approx(by_hand.item(), rel=1e-4)
+    sums = algorithm.backward(second, step, run)
+    assert sums["loss/replay"] == pytest.approx(by_hand.item(), rel=1e-4)
     both = [p.grad.clone() for _, p in trainer.weights.named]
     trainer.weights.clear()
     algorithm.imitation = None
     algorithm.backward(second, step, run)
     by_hand.backward()  # on top of the iteration's own
-    for (_, parameter), one in zip(trainer.weights.named, both, strict=True):
-        torch.testing.assert_close(parameter.grad, one, rtol=1e-3, atol=1e-6)
+    for (_, parameter), gradient in zip(trainer.weights.named, both, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-6)
 
 
 def test_a_resumed_replay_is_the_uninterrupted_one(tmp_path):
     make = partial(_trainer, imitation={"capacity": 12, "max_age": 2, "batch": 5}, rollout={"top_p": 0.8})
-    whole, _ = check_resume(make, tmp_path, 3, 5)
-    assert f"{KEY}.safetensors" in whole[1]
-    rows = whole[2]
+    outcome, _ = check_resume(make, tmp_path, 3, 5)
+    assert f"{KEY}.safetensors" in outcome[1]
+    rows = outcome[2]
     for row in rows:
         check_keys(row)
     assert [row["replay/weight"] for row in rows] == pytest.approx([0, 0.25, 0.5, 0.5, 0.5])

@@ -88,10 +88,10 @@ def test_micro_batches_change_nothing(size):
     """Five demonstrations of very different lengths: means of means would differ by far."""
     policy = _policy()
     batch = _batch(policy)
-    whole = backward_nll(policy, batch, micro_batch=64)
+    loss = backward_nll(policy, batch, micro_batch=64)
     expected = _gradient(policy).clone()
     policy.model.zero_grad()
-    assert backward_nll(policy, batch, micro_batch=size) == pytest.approx(whole, rel=1e-5)
+    assert backward_nll(policy, batch, micro_batch=size) == pytest.approx(loss, rel=1e-5)
     assert float((_gradient(policy) - expected).norm()) < 1e-5 * float(expected.norm())
 
 
@@ -103,12 +103,12 @@ def _greedy(policy: CausalLMPolicy) -> list[str]:
 
 def test_a_random_model_learns_the_demonstrations_and_where_they_end(tmp_path):
     policy = _policy()
-    wanted = [r["completion"] for r in RECORDS]
-    assert sum(a == b for a, b in zip(_greedy(policy), wanted, strict=True)) == 0
+    completions = [r["completion"] for r in RECORDS]
+    assert sum(a == b for a, b in zip(_greedy(policy), completions, strict=True)) == 0
     result = _trainer(tmp_path, 30, policy=policy, optimizer={"ema_decay": 0.0}).train()
     rows = read_metrics(tmp_path / "metrics.jsonl")
     assert rows[-1]["loss"] < 0.2 * rows[0]["loss"] and rows[-1]["perplexity"] < 2 < rows[0]["perplexity"]
-    assert sum(a == b for a, b in zip(_greedy(policy), wanted, strict=True)) >= 4, _greedy(policy)
+    assert sum(a == b for a, b in zip(_greedy(policy), completions, strict=True)) >= 4, _greedy(policy)
     assert result.stopped == "finished" and result.counters.samples == 3 * result.counters.updates == 180
 
 
@@ -134,10 +134,10 @@ def test_an_update_that_is_not_finite_is_left_out(tmp_path):
     trainer = _trainer(tmp_path, 1)
     with torch.no_grad():
         trainer.weights.named[0][1][:] = torch.inf
-    kept = [p.detach().clone() for _, p in trainer.weights.named[1:]]
+    weights = [p.detach().clone() for _, p in trainer.weights.named[1:]]
     with pytest.raises(checkpoint.CheckpointError, match=r"after iteration 1 the weight .* is not finite"):
         trainer.train()
     assert not (tmp_path / "checkpoints").exists()
     (row,) = read_metrics(tmp_path / "metrics.jsonl")
     assert row["updates"] == row["updates_skipped"] == 2 and row["loss"] is None and row["grad_norm"] is None
-    assert all(torch.equal(p, q) for (_, p), q in zip(trainer.weights.named[1:], kept, strict=True))
+    assert all(torch.equal(p, q) for (_, p), q in zip(trainer.weights.named[1:], weights, strict=True))

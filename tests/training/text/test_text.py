@@ -46,18 +46,18 @@ def test_micro_batches_change_nothing(algorithm, tmp_path):
 
 def test_completions_without_signal_are_not_sent_through_the_model(tmp_path, monkeypatch):
     trainer = toy_text_trainer(tmp_path, "dapo", reward=Letters("?"), optimizer={"updates_per_iteration": 1})
-    seen: list[int] = []
+    counts: list[int] = []
     policy = trainer.algorithm.parts.policy
     inner = policy.log_probs
 
     def counted(rollout, rows=None, **options):
-        seen.append(len(rollout) if rows is None else len(torch.arange(len(rollout))[rows]))
+        counts.append(len(rollout) if rows is None else len(torch.arange(len(rollout))[rows]))
         return inner(rollout, rows, **options)
 
     monkeypatch.setattr(policy, "log_probs", counted)
     record = trainer.iterate()
     live = round((1 - record["frac_reward_zero_std"]) * 24)
-    assert 0 < live < 24 and sum(seen) == live
+    assert 0 < live < 24 and sum(counts) == live
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
@@ -73,8 +73,8 @@ def test_a_failed_completion_counts_nowhere_whatever_its_number(algorithm, tmp_p
             self.value = value
 
         def score(self, completions, prompts, metadata=None):
-            found = super().score(completions, prompts, metadata)
-            return replace(found, value=torch.where(found.valid, found.value, self.value))
+            scores = super().score(completions, prompts, metadata)
+            return replace(scores, value=torch.where(scores.valid, scores.value, self.value))
 
     ends = []
     for value in (math.nan, 50.0):
@@ -97,13 +97,13 @@ def test_prompts_that_are_too_long_are_left_out_and_blamed_on_nobody(tmp_path):
 
 def test_remax_compares_with_the_greedy_completion_to_the_same_record(tmp_path):
     """Two records share a prompt and want different letters: each sample meets its own record's judge."""
-    seen = []
+    calls = []
 
     class PerRecord(Letters):
         def score(self, completions, prompts, metadata=None):
-            wanted = [record["letter"] if record else "" for record in metadata or ()]
-            seen.append(wanted)
-            value = [float(w in text) for w, text in zip(wanted, completions, strict=True)]
+            letters = [record["letter"] if record else "" for record in metadata or ()]
+            calls.append(letters)
+            value = [float(w in text) for w, text in zip(letters, completions, strict=True)]
             return Scores(value=torch.tensor(value), valid=torch.ones(len(value)).bool(), unit="share")
 
     trainer = toy_text_trainer(tmp_path, "remax", reward=PerRecord(), rollout={"prompts_per_iteration": 2})
@@ -111,13 +111,13 @@ def test_remax_compares_with_the_greedy_completion_to_the_same_record(tmp_path):
         trainer.algorithm.parts, records=[{"prompt": "g", "letter": x} for x in ("a", "b", "a", "b", "a", "b")]
     )
     trainer.iterate()
-    sampled, greedy = seen
+    sampled, greedy = calls
     assert sorted(greedy) == sorted(sampled[::6]) == ["a", "b"]
 
 
 def test_pars_references_are_what_the_start_policy_makes_of_the_prompt(tmp_path):
-    """The same for all samples of a group, of other completions than theirs, and not of the weights now."""
-    found = []
+    """The same for all samples of a group, from other completions, and not from the current weights."""
+    rewards = []
     for moved in (False, True):
         options = {"changes": {"advantage_options": {"references": 3}}}
         trainer = toy_text_trainer(tmp_path / str(moved), "par", objective=options)
@@ -130,28 +130,28 @@ def test_pars_references_are_what_the_start_policy_makes_of_the_prompt(tmp_path)
         groups = t.reference_reward.view(4, 6, 3)
         assert bool((groups == groups[:, :1]).all()) and len(groups[:, 0].unique()) > 1
         assert torch.equal(start, weights_of(trainer)) != moved
-        found.append((groups, t.reward))
-    assert torch.equal(found[0][0], found[1][0]) and not torch.equal(found[0][1], found[1][1])
+        rewards.append((groups, t.reward))
+    assert torch.equal(rewards[0][0], rewards[1][0]) and not torch.equal(rewards[0][1], rewards[1][1])
 
 
 def test_the_likelihood_of_the_answer_is_that_of_a_text_that_has_it_at_once(tmp_path):
-    """Whatever a completion says from the prefix on, the record's answer takes its place."""
+    """From the prefix on, the record's answer takes the place of the completion's text."""
     records = [{"prompt": p, "answer": "ab" if p == "g" else "c"} for p in ("b c", "g", "h i", "n")]
     trainer = toy_text_trainer(tmp_path, "likelihood", rollout={"answer_prefix": "e"})
     algorithm = trainer.algorithm
     algorithm.parts = replace(algorithm.parts, records=[*records, *records[:2]])
     experience = algorithm.collect(trainer.context).experience
-    made, policy = experience.rollout, cast(CausalLMPolicy, algorithm.parts.policy)
-    assert any("e" in text[:-1] for text in made.text) and not all("e" in text for text in made.text)
-    asked = {str(r["prompt"]): r["answer"] for r in records}
-    pairs = list(zip(made.text, map(str, made.prompt), strict=True))
-    whole = [text.split("e")[0] + "e" + asked[p] for text, p in pairs]
-    given = demonstration_rollout(policy, list(made.prompt), whole)
+    rollout, policy = experience.rollout, cast(CausalLMPolicy, algorithm.parts.policy)
+    assert any("e" in text[:-1] for text in rollout.text) and not all("e" in text for text in rollout.text)
+    answers = {str(r["prompt"]): r["answer"] for r in records}
+    pairs = list(zip(rollout.text, map(str, rollout.prompt), strict=True))
+    texts = [text.split("e")[0] + "e" + answers[p] for text, p in pairs]
+    demonstrations = demonstration_rollout(policy, list(rollout.prompt), texts)
     with torch.no_grad():
-        log_prob = policy.log_probs(given).log_prob
-    length = given.loss_mask.sum(1).long() - 1  # without the token that ends it
+        log_prob = policy.log_probs(demonstrations).log_prob
+    length = demonstrations.loss_mask.sum(1).long() - 1  # without the token that ends it
     rows = zip(log_prob, length, pairs, strict=True)
-    last = [float(row[n - len(asked[p]) : n].sum()) for row, n, (_, p) in rows]
+    last = [float(row[n - len(answers[p]) : n].sum()) for row, n, (_, p) in rows]
     torch.testing.assert_close(experience.trajectories.likelihood, torch.tensor(last))
     with pytest.raises(UserError, match=r"prompt 'g' has no text \"answer\" \(it is None\)"):
         check_answers(algorithm.parts.objective, [{"prompt": "g"}])
@@ -159,15 +159,15 @@ def test_the_likelihood_of_the_answer_is_that_of_a_text_that_has_it_at_once(tmp_
 
 def test_whoever_writes_is_told_of_the_weights_after_a_resume(tmp_path):
     toy_text_trainer(tmp_path, run={"iterations": 2}).train()
-    told = []
-    trainer = toy_text_trainer(tmp_path, run={"iterations": 2}, after_update=told.append)
-    assert trainer.resume() and told == [2]
+    iterations = []
+    trainer = toy_text_trainer(tmp_path, run={"iterations": 2}, after_update=iterations.append)
+    assert trainer.resume() and iterations == [2]
 
 
 @pytest.mark.parametrize(("algorithm", "dynamic"), [("ppo", None), ("dapo", {"max_rounds": 3})])
 def test_a_resumed_run_is_the_uninterrupted_one(algorithm, dynamic, tmp_path):
-    whole, trainer = check_resume(partial(toy_text_trainer, algorithm=algorithm, dynamic=dynamic), tmp_path, 2, 4)
-    assert len(whole[2]) == 4
+    outcome, trainer = check_resume(partial(toy_text_trainer, algorithm=algorithm, dynamic=dynamic), tmp_path, 2, 4)
+    assert len(outcome[2]) == 4
     assert not dynamic or trainer.algorithm.groups.round >= 4
 
 
@@ -211,8 +211,8 @@ def test_rewards_of_single_steps_reach_the_objective(tmp_path):
 
     trainer = toy_text_trainer(tmp_path, "reinforce_pp", policy=policy, process=Judge())
     experience = trainer.algorithm.collect(trainer.context).experience
-    judged, t = Judged(experience.rollout), experience.trajectories
-    assert torch.equal(t.process_reward, judged.reward) and torch.equal(t.valid, judged.valid)
+    steps, t = Judged(experience.rollout), experience.trajectories
+    assert torch.equal(t.process_reward, steps.reward) and torch.equal(t.valid, steps.valid)
     with pytest.raises(UserError, match="grpo has one advantage per completion"):
         toy_text_trainer(tmp_path, "grpo", process=Judge())
 
@@ -261,16 +261,16 @@ def test_the_penalty_of_ppo_kl_follows_its_target(tmp_path):
 
 
 def test_truncated_completions_are_masked_and_counted(tmp_path):
-    kept = toy_text_trainer(tmp_path)
+    unmasked = toy_text_trainer(tmp_path)
     masked = toy_text_trainer(tmp_path, rollout={"truncated": "mask"})
-    records = [trainer.iterate() for trainer in (kept, masked)]
+    records = [trainer.iterate() for trainer in (unmasked, masked)]
     assert records[0]["truncated_share"] == records[1]["truncated_share"] > 0
     assert records[1]["trained_share"] == pytest.approx(1 - records[1]["truncated_share"])
 
 
 def test_another_engines_log_probs_are_corrected(tmp_path):
-    """An engine whose log-probs are lower by 0.1 per token: each token is weighted by e^0.1, so that with
-    plain gradient steps the update is e^0.1 times as large."""
+    """An engine's log-probs are lower by 0.1 per token, so each token is weighted by e^0.1. With plain gradient
+    steps the update is e^0.1 times as large."""
     moves = []
     for shift in (0.0, 0.1):
         policy = toy_policy()

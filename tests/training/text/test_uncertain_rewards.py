@@ -23,9 +23,9 @@ class Doubtful(Letters):
         self.std = std
 
     def score(self, completions: Any, prompts: Any, metadata: Any = None) -> Any:
-        found = super().score(completions, prompts, metadata)
+        scores = super().score(completions, prompts, metadata)
         std = _std(completions)
-        return replace(found, std=std if self.std is None else torch.full_like(std, self.std))
+        return replace(scores, std=std if self.std is None else torch.full_like(std, self.std))
 
 
 def _std(completions: Any) -> torch.Tensor:
@@ -38,23 +38,23 @@ def _sum(reward: Any, strength: float | None = 1.0) -> WeightedTextSum:
 
 
 def test_a_factor_is_the_product_over_rewards_and_failed_samples_move_no_median():
-    said = {"part/a.std": torch.tensor([0.0, 1, 2, 90]), "part/b.std": torch.tensor([3.0, 3, 3, 0])}
+    columns = {"part/a.std": torch.tensor([0.0, 1, 2, 90]), "part/b.std": torch.tensor([3.0, 3, 3, 0])}
     valid = torch.tensor([True, True, True, False])
-    found = uncertainty_weights(said, valid, {"a": 2.0, "b": 1.0})
-    wanted = [math.exp(-1), math.exp(-3), math.exp(-5), 0]
-    torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64))
+    weights = uncertainty_weights(columns, valid, {"a": 2.0, "b": 1.0})
+    expected = [math.exp(-1), math.exp(-3), math.exp(-5), 0]
+    torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float64))
 
 
 def test_an_iteration_learns_with_the_weights_of_its_samples(tmp_path):
     reward = Doubtful(fail=lambda text, record: text.startswith("a"))
     for number, dynamic in enumerate((None, {"rule": "spread"})):
         trainer = toy_text_trainer(tmp_path / str(number), reward=_sum(reward, 0.5), dynamic=dynamic)
-        made = trainer.algorithm.collect(trainer.context).experience
-        t = made.trajectories
-        std = torch.where(t.valid, _std(made.rollout.text).double(), torch.nan)
-        wanted = torch.exp(-0.5 * std / std[t.valid].quantile(0.5)).nan_to_num(0.0)
-        torch.testing.assert_close(t.loss_weight, wanted[:, None].expand_as(t.weight).float())
-        assert len(wanted.unique()) > 2
+        experience = trainer.algorithm.collect(trainer.context).experience
+        t = experience.trajectories
+        std = torch.where(t.valid, _std(experience.rollout.text).double(), torch.nan)
+        expected = torch.exp(-0.5 * std / std[t.valid].quantile(0.5)).nan_to_num(0.0)
+        torch.testing.assert_close(t.loss_weight, expected[:, None].expand_as(t.weight).float())
+        assert len(expected.unique()) > 2
 
 
 def test_certain_rewards_train_as_without_it_bit_for_bit(tmp_path):
