@@ -148,7 +148,7 @@ def load_judge(name: str, *, run_device: str | None = None, **options: Any) -> P
     judge = _make("reward", name, CATALOGUE, options, run_device, _IMAGE_FUNCTION)
     if not isinstance(judge, PointwiseReward | PairwiseReward):
         raise _incomplete(name, judge, "reward", "PointwiseReward")
-    judge = with_capabilities(judge)
+    judge = _with_options(judge, options)
     if options.get("max_tokens_per_batch") == "auto":
         _ = judge.identity  # some load at their first score, and a run measures the batches of loaded ones
     if judge.capabilities.takes_gpu_images and str(options.get("device", run_device)).startswith("cpu"):
@@ -171,7 +171,15 @@ def load_text_reward(name: str, *, run_device: str | None = None, **options: Any
         raise _incomplete(name, reward, "text reward", "TextReward")
     if next(iter(inspect.signature(reward.score).parameters), "") == "images":
         raise RewardError(f"{name!r} judges images: its score() takes them first. Load it with load_reward.")
-    return with_capabilities(reward)
+    return _with_options(reward, options)
+
+
+def _with_options(reward: Any, options: Mapping[str, Any]) -> Any:
+    """Declare what a reward leaves out; one without an identity is known by its options, see `reward_identity`."""
+    if with_capabilities(reward).identity is None:
+        loading_options = {name: value for name, value in options.items() if name != "device"}
+        object.__setattr__(reward, "loading_options", loading_options)
+    return reward
 
 
 def _make(

@@ -20,6 +20,7 @@ from visalign.evaluation.heldout.result import HeldoutResult, joined, load_heldo
 from visalign.locks import LOCK, hold_lock
 from visalign.model_files import read_object
 from visalign.pipelines.sample.job import TABLE, write_lines
+from visalign.pipelines.score.log import score_key
 from visalign.pipelines.score.provenance import domain_note, provenance, reward_identity
 from visalign.pipelines.shared.run_folder import pretty, write_once
 from visalign.training.loop.checkpoint import check_same_config
@@ -55,6 +56,8 @@ def run_bench(
     keys = [record_key(row.metadata or {"prompt": row.prompt}) for row in sides[0].rows]
     facts |= {"prompts": [" ".join([*key, str(row.seed)]) for key, row in zip(keys, sides[0].rows, strict=True)]}
     facts |= {"rewards": {name: reward_identity(reward).digest for name, reward in rewards.items()}}
+    facts |= {"order": [side.label for side in sides], "correctness": suite and suite.correctness}
+    facts["records"] = [score_key([], "", {"rows": [row.metadata for row in side.rows]}) for side in sides]
     facts, path = json.loads(json.dumps(facts, default=str)), output / SETTINGS
     with nullcontext() if rank else hold_lock(output / LOCK, what=f"The output folder '{output}'"):
         while rank and not path.is_file():

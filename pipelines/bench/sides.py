@@ -20,7 +20,7 @@ from visalign.adapters.model_folder import INDEX
 from visalign.adapters.pipeline.lora_files import lora_file, parse_lora
 from visalign.data.assets import resolve_model
 from visalign.data.sets.image_references import resolve_image
-from visalign.data.sets.prompt_files import Edits
+from visalign.data.sets.prompt_files import Edits, record_key
 from visalign.errors import UserError, excerpt
 from visalign.evaluation.heldout.correctness import Tally, record_tags
 from visalign.evaluation.heldout.images import evaluate
@@ -148,9 +148,10 @@ def _trained_by(folder: Path) -> tuple[str, list[str], dict[str, Any], dict[str,
 
 
 def folder_sides(paths: Sequence[str], records: Sequence[Record] | None, scoring: Mapping[str, Any]) -> list[Side]:
-    """Read folders or tables of images in one order of prompts; the k-th images of a prompt are a pair.
+    """Read folders or tables of images in one order of prompts; images of one prompt and seed are a pair.
 
-    With the `records` of a suite the prompts must be among its, and get their records; else the first side's tags.
+    Where sides lack seeds, or have different ones, the k-th images of a prompt are. With the `records` of a suite the
+    prompts must be among its, and get their records; else the first side's tags.
     """
     folders = [Path(path) / SAMPLED if (Path(path) / SAMPLED).is_file() else Path(path) for path in paths]
     tables = [image_rows([folder]) for folder in folders]
@@ -170,16 +171,26 @@ def folder_sides(paths: Sequence[str], records: Sequence[Record] | None, scoring
             "--suite out, or give images of its prompts."
         )
     order, sides = {prompt: number for number, prompt in enumerate(counts[0])}, []
+    draws = [Counter(map(_draw, table)) for table in tables]
+    has_seeds = all(isinstance(row.seed, int) for table in tables for row in table)
+    by_seed = has_seeds and max(draws[0].values()) == 1 and all(draw == draws[0] for draw in draws)
     for path, table in zip(paths, tables, strict=True):
         ordinals, rows = Counter[str](), list[ImageRow]()
+        if by_seed:
+            table = sorted(table, key=_draw)
         for row in sorted(table, key=lambda row: order[row.prompt]):
             require_still(Path(row.image))
             record = {"prompt": row.prompt, **(row.metadata or {}), **suite[row.prompt]}
-            rows.append(replace(row, seed=ordinals[row.prompt], metadata=record))
+            rows.append(replace(row, seed=row.seed if by_seed else ordinals[row.prompt], metadata=record))
             ordinals[row.prompt] += 1
         facts = {"images": path, "files": score_key([row.image for row in rows], "", None)}
         sides.append(Side(label=path, facts=facts, rows=rows, score=_scorer(rows, **scoring)))
     return sides
+
+
+def _draw(row: ImageRow) -> tuple[tuple[str, ...], Any]:
+    """Return prompt, source and seed of an image, which two models share."""
+    return record_key({"prompt": row.prompt, **(row.metadata or {})}), row.seed
 
 
 def _scorer(

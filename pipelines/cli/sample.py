@@ -107,6 +107,8 @@ def sample(
     names, records = parse_map(columns or []), []
     pairs = load_pairs(prompts[0]) if refine is not None and len(prompts) == 1 else None
     for prompt in dict.fromkeys(prompts if pairs is None else ()):
+        if not prompt.strip():
+            raise UserError("A prompt is blank. Write what the image shows, or leave it out.")
         if is_prompt_source(prompt):
             family = index_source(model, settings.adapter, model_options.get("config")), settings.adapter
             edits, several = edits_of(*family), joins_sources(*family)

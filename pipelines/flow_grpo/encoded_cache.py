@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from visalign.adapters.model_folder import INDEX, MODULAR_INDEX, local_folder, pipeline_index
+from visalign.adapters.pipeline.lora_files import has_encoder_layers, lora_file, parse_loras
 from visalign.adapters.pipeline.policy import PipelinePolicy
 from visalign.adapters.prompt_cache import PromptCache, TensorCache, drop_encoders
 from visalign.adapters.single_file import model_source
@@ -45,8 +46,12 @@ def open_prompts(config: FlowGRPOConfig, records: Records, device: str) -> Promp
         return None
     context = _context(config.model, ("text_encoder", "tokenizer"), device)
     context |= {} if config.evaluation.guidance is None else {"guided_evaluation": True}
-    prompts = [str(record["prompt"]) for record in records]
-    return PromptCache(Path(folder) / "prompts", context, prompts, frees=config.model.lora is not None)
+    loras = parse_loras(config.model.lora_path)
+    # layers of text encoders are fused into them, change the embeddings, and are saved with the result
+    if fused := [(path, weight) for path, weight in loras if has_encoder_layers(path)]:
+        context["loras"] = [(fingerprint(lora_file(path)), weight) for path, weight in fused]
+    prompts, frees = [str(record["prompt"]) for record in records], config.model.lora is not None and not fused
+    return PromptCache(Path(folder) / "prompts", context, prompts, frees=frees)
 
 
 def fill_prompts(policy: Any, cache: PromptCache, accelerator: Any, guidance: float | None = None) -> str:
@@ -65,7 +70,7 @@ def fill_prompts(policy: Any, cache: PromptCache, accelerator: Any, guidance: fl
     if accelerator.is_main_process and not was_whole:
         cache.mark_whole()
     if not cache.frees:
-        return "data.cache: the text encoders stay, since the whole pipeline is saved; with LoRA they are freed."
+        return "data.cache: the text encoders stay, since they are saved; with a LoRA of the network alone they go."
     freed = drop_encoders(policy.pipe) / 1e9
     return f"data.cache: the text encoders are {'not loaded' if was_whole else f'freed: {freed:.3g} GB'}."
 

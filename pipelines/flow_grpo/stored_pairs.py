@@ -19,15 +19,16 @@ from visalign.data.sets.checks import check_preferences, summed_votes, without_d
 from visalign.data.sets.columns import Columns
 from visalign.data.sets.hub_datasets import find_table
 from visalign.data.sets.image_references import SHAPES, TAR, resolve_image
-from visalign.data.sets.prompt_files import Edits, check_sources, source_of
+from visalign.data.sets.prompt_files import CAPTIONS, Edits, check_sources, source_of
 from visalign.data.sets.records import PreferenceSet, QualitySet
 from visalign.data.sets.sources import CAPTIONED, is_named_set, load_source, shapes_images
 from visalign.data.sets.tables import listed
 from visalign.errors import UserError
-from visalign.pipelines.score.image_rows import SAMPLED, ImageRow
+from visalign.pipelines.score.image_rows import IMAGE_ENDINGS, SAMPLED, ImageRow
 from visalign.pipelines.shared.parts import Records, Row, check_images, check_texts, name_key, read_images
 from visalign.rewards.base.images import load_images, pixel_limit
 from visalign.training.diffusion.samples import Stored
+from visalign.vision.pixels import DECODING_ERRORS
 
 ORIENTATION = 0x0112  # EXIF: 5 to 8 are lying on their side
 SHAPES_IMAGES = 2000  # Images of shapes:images where data.images_size names no number
@@ -115,6 +116,9 @@ def read_captioned(
     notes = [f"data.images: left out, of {len(rows)} images: {len(left_out)}. {listed(left_out)}."] if left_out else []
     if len(rows) == limit and source != CAPTIONED:
         notes.append(f"data.images: the first {limit} images are read (data.images_size).")
+    elif unread := _unread_images(Path(source), rows):
+        beside = f"beside tables or tar files are not read, such as {unread[0]}. Give them as a folder of their own."
+        notes.append(f"data.images: {len(unread)} images with captions {beside}")
     return records, tuple(notes)
 
 
@@ -141,6 +145,14 @@ def _captioned_rows(source: str, limit: int | None, names: Mapping[str, str]) ->
             yield replace(row, content=None, image=f"{TAR}{part.source}#{row.member}" if row.member else row.image)
 
 
+def _unread_images(folder: Path, rows: Sequence[ImageRow]) -> list[Path]:
+    """Find the images with captions in a folder of which tables or tar files alone are read."""
+    read = {Path(row.image) for row in rows}
+    files = sorted(folder.absolute().rglob("*")) if folder.is_dir() else []
+    unread = [file for file in files if file.suffix.lower() in IMAGE_ENDINGS and file not in read]
+    return [image for image in unread if any(map(Path.is_file, map(image.with_suffix, CAPTIONS)))]
+
+
 def _shape(row: ImageRow) -> tuple[float, str | None]:
     """Return (log of height over width as shown, None) of a row's image, or why it cannot be learnt."""
     if row.reason or not row.prompt.strip():
@@ -156,7 +168,7 @@ def _shape(row: ImageRow) -> tuple[float, str | None]:
             turned = opened.getexif().get(ORIENTATION, 1) in (5, 6, 7, 8)
             is_special = opened.mode[0] in "IF" or width * height > pixel_limit()  # `read_images` may refuse it
             reason = load_images([opened]).reasons[0] if is_special else None
-    except (UserError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+    except (UserError, *DECODING_ERRORS) as error:
         return 0.0, str(error).rstrip(".")
     return math.log(width / height if turned else height / width), reason
 

@@ -41,6 +41,7 @@ from visalign.rewards.base.failure import failure_reasons
 from visalign.rewards.base.images import to_pil
 from visalign.seeds import sample_seed
 from visalign.settings import Count, Positive, Steps, refuse, settings
+from visalign.vision.pixels import rounded_levels
 
 TABLE, COST = "images.jsonl", "forward_equivalents"
 GRID, PAGE = "grid.png", "index.html"
@@ -288,6 +289,7 @@ class _Judge(NamedTuple):
 
     def __call__(self, samples: Tensor) -> tuple[dict[str, Scores], Tensor]:
         """Score images or videos [N, F, 3, H, W]; return label -> scores, and [N] sums, −∞ where one failed."""
+        samples = torch.where(samples.isfinite(), rounded_levels(samples).float() / 255, samples)  # as in files
         stills, prompts = middle_frames(samples), [str(record["prompt"]) for record in self.records]
         scores: dict[str, Scores] = {}
         total = torch.zeros(len(samples))

@@ -17,6 +17,7 @@ from typing import Any
 from visalign.atomic import write_atomic
 from visalign.data.sets.columns import rename_columns, usual_names
 from visalign.data.sets.image_references import refer_to_images
+from visalign.data.sets.prompt_files import CAPTIONS
 from visalign.data.sets.tables import READERS, Row, read_rows, require_columns
 from visalign.errors import UserError
 
@@ -25,7 +26,7 @@ from .log import score_key
 from .score import ScoreRow
 
 TARS = (".tar", ".tar.gz", ".tgz")
-"""WebDataset's files: neighbours of one name are a sample, `7.jpg` with `7.txt` (prompt) and `7.json`."""
+"""WebDataset's files: neighbours of one name are a sample, `7.jpg` with `7.txt` or `7.caption` and `7.json`."""
 MEMBER = "tar_member"  # Column with the name of the image's file in a tar file
 IMAGES = 1024  # Single images per file of scores
 FIRST = 16  # Rows of which one has each column that is needed; a cell may be empty
@@ -57,11 +58,15 @@ class Part:
 
 
 def find_parts(items: Sequence[Path], *, clips: bool = False) -> list[Part]:
-    """List the tables, tar files and images to score; of a folder with Parquet or tar files only these are read."""
+    """List the tables, tar files and images to score; of a folder with Parquet or tar files only these are read.
+
+    img2dataset writes a Parquet file without images beside each tar file, which is left out.
+    """
     parts, strangers = list[Part](), list[Path]()
     for item in (item.absolute() for item in items):
         tables = (path for path in item.rglob("*") if _is_table(path, (".parquet",)))
         inside = sorted(path for path in tables if "/." not in f"/{path.relative_to(item)}")
+        inside = [path for path in inside if path.suffix != ".parquet" or path.with_suffix(".tar") not in inside]
         files = inside or ([item] if _is_table(item, tuple(READERS)) else [])
         strangers += [] if files else [item]
         for path in files:
@@ -111,6 +116,8 @@ def read_part(part: Part, options: ScoringOptions) -> Iterator[ImageRow]:
     path = part.source
     for number, columns, member in _read_rows(path, options):
         try:
+            if isinstance(caption := columns.get("prompt"), bytes):
+                columns["prompt"] = _decode_caption(caption)
             names = usual_names(columns, options.names, is_judged=False)
             row = rename_columns(path, columns, names)
             content = row.get("image")
@@ -178,12 +185,19 @@ def _read_member(ending: str, content: bytes, row: Row) -> Row:
     """Read the columns that a file adds to its sample; text that is no JSON is refused later."""
     if ending in IMAGE_ENDINGS:
         return {} if isinstance(row.get("image"), bytes) else {"image": content}
-    record: Any = content.decode("utf-8-sig", errors="replace")
     if ending != ".json":
-        return {"prompt": record.strip()} if ending == ".txt" else {}
+        return {"prompt": content} if ending in CAPTIONS else {}
+    record: Any = content.decode("utf-8-sig", errors="replace")
     with suppress(ValueError, RecursionError):
         record = json.loads(record)
     return {"metadata": record} | record | row if isinstance(record, dict) else {"metadata": record}
+
+
+def _decode_caption(content: bytes) -> str:
+    try:
+        return content.decode("utf-8-sig").strip()
+    except UnicodeDecodeError as error:
+        raise UserError(f"its caption is not UTF-8 text ({error.reason}); save it as UTF-8.") from error
 
 
 def finished_parts(

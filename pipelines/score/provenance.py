@@ -43,13 +43,14 @@ def domain_note(reward: Any, prompts: Iterable[str]) -> str | None:
 
 
 def reward_identity(reward: Any) -> Identity:
-    """Return a reward's own identity, or one from its name, unit, class and source file, which is all we know."""
+    """Return a reward's own identity, or one from its name, unit, options, class and source file: all we know."""
     identity = with_capabilities(reward).identity
     if isinstance(identity, Identity):
         return identity
     reward = reward.reward if isinstance(reward, CompletionScores) else reward
     kind = f"{type(reward).__module__}:{type(reward).__qualname__}"
     options = {"unit": reward.unit if isinstance(reward, PointwiseReward) else "probability"}
+    options |= getattr(reward, "loading_options", {})
     digest = hashlib.sha256()  # of the files of the class, and of the user's function in it
     for part in (type(reward), getattr(reward, "_function", None)):
         with suppress(TypeError, OSError):  # built in, or created on the fly: there is no file

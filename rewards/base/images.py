@@ -10,9 +10,7 @@ from __future__ import annotations
 import math
 import os
 import stat
-import struct
 import warnings
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +23,7 @@ from PIL import Image
 from torch import Tensor
 
 from visalign.data.sets.image_references import CompletionText
-from visalign.vision.pixels import first_frame_upright, over_white, to_levels
+from visalign.vision.pixels import DECODING_ERRORS, first_frame_upright, over_white, to_levels
 
 from .memory import max_pixels
 
@@ -34,11 +32,6 @@ SLACK = 1e-6  # How far float rounding may put a value outside [0, 1]; such valu
 ACCEPTED = (
     "Allowed: a float tensor [B, 3, H, W] in [0, 1], uint8 [B, 3, H, W] or [B, H, W, 3], or a list of PIL "
     "images, paths, or single images as tensors. Clips of frames are for load_judge('frames', reward=...)."
-)
-_DECODE_ERRORS = (
-    *(OSError, ValueError, EOFError, LookupError, TypeError, OverflowError, MemoryError),
-    SyntaxError,  # PIL raises it for broken PNG chunks
-    *(struct.error, zlib.error, Image.DecompressionBombError),
 )
 _ANIMATED = ("GIF", "PNG", "WEBP")  # PIL's formats whose frames are moments; those of others are pages, sizes or views
 
@@ -125,7 +118,7 @@ def _read_item(item: Any, where: str) -> ImageBatch:
     try:
         with _open(item) as image:
             return ImageBatch([_from_pil(image)], [None])
-    except _DECODE_ERRORS as error:
+    except DECODING_ERRORS as error:
         return ImageBatch([None], [_explain(error, item)])
 
 
@@ -136,7 +129,7 @@ def animation_length(item: Any) -> int:
     try:
         with _open(item) as image:
             return getattr(image, "n_frames", 1) if image.format in _ANIMATED else 1
-    except _DECODE_ERRORS:
+    except DECODING_ERRORS:
         return 1
 
 
@@ -152,7 +145,7 @@ def load_animation(item: Image.Image | str | os.PathLike[str], numbers: Sequence
             for number in numbers:
                 image.seek(number)
                 frames.append(_from_pil(image.copy()))
-    except _DECODE_ERRORS as error:
+    except DECODING_ERRORS as error:
         reason = _explain(error, item, counted=f"pixels in its {length} frames")
         return ImageBatch([None] * len(numbers), [reason] * len(numbers))
     return ImageBatch(frames, [None] * len(numbers))
@@ -167,7 +160,7 @@ def pixels_of(item: Any) -> int:
     try:
         with _open(item) as image:
             return image.width * image.height
-    except _DECODE_ERRORS:
+    except DECODING_ERRORS:
         return 0
 
 
@@ -214,7 +207,7 @@ def read_levels(item: Any, largest: int) -> Tensor | None:
             if image.width * image.height > largest or getattr(image, "n_frames", 1) > 1:
                 return None
             levels = _levels(image)
-    except _DECODE_ERRORS:
+    except DECODING_ERRORS:
         return None
     # as a tensor, an image of width 3 might have its channels first or last
     return levels if levels.dtype == torch.uint8 and levels.shape[2] != 3 else None

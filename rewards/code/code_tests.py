@@ -6,6 +6,8 @@ from __future__ import annotations
 import ast
 import json
 import math
+import operator
+import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -73,6 +75,8 @@ for number, test in enumerate(task["tests"]):
             value = eval(compile(test["eval"], "test.py", "eval"), scope)
         else:
             first, _, method = test["call"].partition(".")
+            if not method and first not in scope and "Solution" in scope:
+                first, method = "Solution", first
             function = getattr(scope[first](), method) if method else scope[first]
             value = function(*test["args"], **test["kwargs"])
         report(test=number, value=repr(plain(value)))
@@ -82,6 +86,7 @@ for number, test in enumerate(task["tests"]):
 _OUT_OF_TIME = (None, 137)
 """Exit codes of programs that ran out of wall-clock time, or that the limit of CPU time killed (128 + 9)."""
 _END = "the setup has ended"
+_FUTURE = re.compile(r"^from __future__ import [\w, ]+", re.MULTILINE)
 _LONGEST_VALUE = 1 << 20
 
 
@@ -101,7 +106,10 @@ class CodeTests:
     - {"call": "name" or "Class.method", "args": [...], "kwargs": {...}, "expected": JSON value}, which equals
       a Decimal or Fraction of that value, and a date or time in ISO 8601;
     - "assert f(2) == 4": Python source, or {"assert": source};
-    - {"inputs": [...], "outputs": [...], "fn_name": name or absent}: the layout of APPS.
+    - {"inputs": [...], "outputs": [...], "fn_name": name or absent}: the layout of APPS, where an output may be
+      the only entry of a list, and a class `Solution` may have the function.
+
+    Source that checks nothing when it is run (a comparison without assert, a function that nobody calls) is no test.
 
     Output, the values of calls, and asserts of the form "... == literal" are compared outside the sandbox:
     the code never meets what is expected. Any other assert runs in the code's process, so that code written
@@ -112,8 +120,8 @@ class CodeTests:
 
     Args:
         field: metadata field with the tests.
-        setup_field: metadata field with source that is put before the code (imports, helpers, the head of a
-            function), or None. Where it cannot run, the sample is invalid.
+        setup_field: metadata field with source, or a list of its lines, that is put before the code (imports,
+            helpers, the head of a function), or None. Where it cannot run, the sample is invalid.
         credit: "all" (1 where every test passes, else 0) or "share" (passed / tests).
         after: only code behind the last occurrence of this marker counts, e.g. "</think>".
         whole: take the whole completion as code where it has no fenced block.
@@ -174,7 +182,9 @@ class CodeTests:
 
     def run(self, code: str, tests: Any, setup: str = "") -> list[Outcome]:
         """Return the result of each test (as in a metadata record) of a piece of Python source."""
-        tests, source = read_tests(tests), f"{setup}\n{code}" if setup else code
+        tests, source = read_tests(tests), code
+        if setup:  # imports from __future__ must come first
+            source = "\n".join([*_FUTURE.findall(code), setup, _FUTURE.sub("", code)])
         inside = iter(self._run_inside(source, [test for test in tests if "stdin" not in test]))
         results = [self._run_program(source, test) if "stdin" in test else next(inside) for test in tests]
         if setup and not all(result.passed for result in results) and not _is_open(setup):
@@ -210,8 +220,10 @@ class CodeTests:
         if len(text) <= _LONGEST_VALUE:  # hostile values: too deep, too large, or no literals
             with suppress(ValueError, TypeError, SyntaxError, ArithmeticError, MemoryError, RecursionError):
                 value = ast.literal_eval(_Numbers().visit(parse_python(text, mode="eval")))
-                is_call, expected = "call" in test, test["expected"]
-                passed = is_close(value, expected, self._tolerance) if is_call else bool(value == expected)
+                expected = test["expected"]
+                accepted = [expected, *(expected[:1] if test.get("layout") == "APPS" and _is_list(expected) else [])]
+                is_same = partial(is_close, tolerance=self._tolerance) if "call" in test else operator.eq
+                passed = any(bool(is_same(value, expected)) for expected in accepted)
         return Outcome(passed, "" if passed else f"it returned {shortened(text)}")
 
     def _run_program(self, source: str, test: Mapping[str, str]) -> Outcome:
@@ -231,6 +243,9 @@ class CodeTests:
         """Return a verdict with the share of passed tests."""
         if tests is None:
             return TextVerdict(reason=f"its metadata has no {self._field!r}"), math.nan
+        setup = "\n".join(setup) if _is_list(setup) and all(isinstance(line, str) for line in setup) else setup
+        if not isinstance(setup, str | None):
+            return TextVerdict(reason=f"{self._setup_field!r} is {shortened(setup)}; give source as text"), math.nan
         text = after_marker(completion, self._after)
         code = extract_code(text or "")
         if code is None and self._whole and text and not has_fence(text):
@@ -240,7 +255,7 @@ class CodeTests:
             if not (code or "").strip():
                 remark = f"no {self._after}" if text is None else "no closed code block"
                 return TextVerdict(value=0.0, remark=remark), 0.0
-            results = self.run(code or "", tests, str(setup or ""))
+            results = self.run(code or "", tests, setup or "")
         except UnreadableTests as error:
             return TextVerdict(reason=f"the tests in {self._field!r} cannot be read: {error}"), math.nan
         except RewardError as error:
@@ -267,7 +282,7 @@ def read_tests(tests: Any) -> list[dict[str, Any]]:
         if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
             raise UnreadableTests("inputs and outputs must be lists of one length")
         names = ("args", "expected") if function else ("stdin", "stdout")
-        call = {"call": function} if function else {}
+        call = {"call": function, "layout": "APPS"} if function else {}
         tests = [dict(zip(names, pair, strict=True)) | call for pair in zip(inputs, outputs, strict=True)]
     if isinstance(tests, Mapping | str) or not isinstance(tests, Sequence) or not tests:
         raise UnreadableTests(f"{shortened(tests)} is not a list of at least one test; a test is {TEST_FORMS}")
@@ -280,17 +295,33 @@ def _read_test(test: Any) -> dict[str, Any]:
             return dict(test)
         case {"assert": str(source)} if len(test) == 1:
             try:
-                return _as_comparison(parse_python(source)) or dict(test)
+                tree = parse_python(source)
             except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
                 raise UnreadableTests(f"{shortened(source)} is not Python ({error})") from error
+            if not any(map(_checks, tree.body)):
+                raise UnreadableTests(f"{shortened(source)} checks nothing when it is run; a test is {TEST_FORMS}")
+            return _as_comparison(tree) or dict(test)
         case {"call": str(), "expected": _} | {"eval": str(), "expected": _}:
             call = {"args": [], "kwargs": {}, **test}
             plain = isinstance(call["args"], list | tuple) and isinstance(call["kwargs"], Mapping)
-            if plain and set(call) <= {"call", "eval", "args", "kwargs", "expected"}:
+            if plain and set(call) <= {"call", "eval", "args", "kwargs", "expected", "layout"}:
                 with suppress(TypeError, ValueError):
                     json.dumps([call["args"], call["kwargs"]])  # as they go into the sandbox
                     return call
     raise UnreadableTests(f"{shortened(test)} is not a test; a test is {TEST_FORMS}")
+
+
+def _checks(node: ast.AST) -> bool:
+    """Return True for a statement that can fail a test as it runs: an assert, a raise, or a call for its effect."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return False
+    if isinstance(node, ast.Assert | ast.Raise) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
+        return True
+    return any(map(_checks, ast.iter_child_nodes(node)))
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list) and bool(value)
 
 
 def _is_open(setup: str) -> bool:

@@ -6,6 +6,8 @@ EXIF orientation is applied, transparency is laid over white, of an animation th
 
 from __future__ import annotations
 
+import struct
+import zlib
 from typing import Any
 
 import numpy as np
@@ -17,14 +19,17 @@ from visalign.errors import UserError
 
 _DEEP_MODES = ("I", "F")
 _ALPHA_MODES = ("RGBA", "LA", "PA", "La", "RGBa")
-_DECODING = (OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, Image.DecompressionBombError)
+DECODING_ERRORS = (
+    *(OSError, ValueError, EOFError, LookupError, TypeError, OverflowError, MemoryError),
+    *(SyntaxError, RuntimeError),  # of broken PNG chunks and AVIF frames
+    *(struct.error, zlib.error, Image.DecompressionBombError),
+)
 """Errors that PIL raises for broken files."""
 
 
 def first_frame_upright(image: Image.Image) -> Image.Image:
     """Return the first frame, turned by its EXIF orientation; the image itself is left as it was."""
-    frame = image.tell() if getattr(image, "n_frames", 1) > 1 else 0
-    if frame:
+    if frame := image.tell():  # n_frames would decode all of them
         image.seek(0)
     upright = ImageOps.exif_transpose(image)
     if frame:
@@ -92,7 +97,7 @@ def _from_pil(image: Image.Image, where: str) -> Tensor:
         )
     try:
         pixels = np.array(over_white(first_frame_upright(image)))
-    except _DECODING as error:
+    except DECODING_ERRORS as error:
         raise UserError(
             f"{where} cannot be decoded ({type(error).__name__}: {error}). Give a PNG, JPEG or WebP that PIL "
             "opens, or leave the prompt out."

@@ -24,7 +24,7 @@ from visalign.adapters.lora import ADAPTER, LoraSettings, adapter_config, check_
 from visalign.errors import UserError
 
 from .families import Family
-from .lora_files import METADATA, WEIGHT_FILE, Adapter, Adapters, parse_lora, read_adapters, read_lora
+from .lora_files import METADATA, WEIGHT_FILE, Adapter, Adapters, parse_loras, read_adapters, read_lora
 from .quantization import keep_rounded
 
 PEFT = "peft"  # Folder beside that file, for peft, where diffusers has no loader
@@ -189,7 +189,7 @@ def start_from_loras(pipe: Any, networks: Sequence[str], loras: LoraPaths, setti
 
     One keeps its rank and weights; several become one whose rank is the largest sum, with scale 1.
     """
-    pairs = [parse_lora(lora) for lora in ([loras] if isinstance(loras, str | Path) else loras)]
+    pairs = parse_loras(loras)
     joined: dict[str, dict[str, list[Adapter]]] = {}
     for path, weight in pairs:
         for part, layers in read_adapters(pipe, networks, path).items():

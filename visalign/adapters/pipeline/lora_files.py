@@ -96,6 +96,11 @@ def parse_lora(text: str | Path) -> tuple[Path, float]:
     return Path(path), weight
 
 
+def parse_loras(loras: str | Path | Sequence[str | Path] | None) -> list[tuple[Path, float]]:
+    """Return (path, weight) of each LoRA."""
+    return [parse_lora(lora) for lora in ([loras] if isinstance(loras, str | Path) else loras or ())]
+
+
 def lora_file(path: Path) -> Path:
     """Return the .safetensors file of a run folder, the folder of a LoRA, a file or a hub name."""
     if path.is_file():
@@ -266,6 +271,12 @@ def _by_layer_names(
         scale = alphas.get((part, layer), rank if alpha is None else float(alpha)) / rank
         result.setdefault(part, {})[layer] = Adapter(pair["down"], pair["up"], scale)
     return result
+
+
+def has_encoder_layers(path: Path) -> bool:
+    """Return True for a LoRA with layers of a text encoder."""
+    with open_tensors(lora_file(path)) as opened:
+        return any(_encoder_of(key) is not None for key in opened.keys())
 
 
 def _encoder_of(key: str) -> str | None:

@@ -7,7 +7,9 @@ from __future__ import annotations
 import hashlib
 import json
 import mimetypes
+import struct
 import warnings
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -229,6 +231,9 @@ def check_sources(records: Iterable[tuple[str, Record]], *, needed: bool, severa
                 )
 
 
+_BROKEN = (EOFError, OverflowError, struct.error, zlib.error, Image.DecompressionBombError)
+
+
 def _why_unreadable(source: str) -> str | None:
     try:
         with Image.open(source) as image:
@@ -237,7 +242,7 @@ def _why_unreadable(source: str) -> str | None:
             return "more than 8 bits a channel" if image.mode[0] in "IF" else None
     except FileNotFoundError:
         return "there is no such file"
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+    except (OSError, ValueError, SyntaxError, LookupError, RuntimeError, TypeError, *_BROKEN) as error:
         return str(error)
 
 

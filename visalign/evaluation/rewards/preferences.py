@@ -134,7 +134,7 @@ def _notes(report: dict[str, Any]) -> list[str]:
         )
     if headline["high"] is not None and headline["high"] < 0.5:
         notes.append(
-            "The reward disagrees with people more often than chance: if lower is better for its scores, "
-            "say so (--lower-is-better)."
+            "The reward disagrees with people more often than chance: check whether a lower score is better "
+            "(--lower-is-better)."
         )
     return notes

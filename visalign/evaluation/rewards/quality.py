@@ -234,7 +234,7 @@ def _notes(report: dict[str, Any]) -> list[str]:
     overall = report["correlations"]["srcc"]
     if overall["estimate"] < -0.999 or (overall["high"] is not None and overall["high"] < 0):
         notes.append(
-            "The reward runs against the opinions: if lower is better for its scores, say so (--lower-is-better)."
+            "The reward runs against the opinions: check whether a lower score is better (--lower-is-better)."
         )
     slices = [entry["clusters"] for part in report["slices"].values() for entry in part if entry["srcc"]]
     if min([counts["clusters"], *slices]) < FEWEST:
