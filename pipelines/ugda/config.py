@@ -97,7 +97,7 @@ class UGDAConfig:
     """Labelled pairs."""
     ensemble: EnsembleConfig = field(default_factory=EnsembleConfig)
     """Judges that learn from the labels."""
-    policy: PartConfig = field(default_factory=lambda: PartConfig(config="shapes_quickstart"))
+    policy: PartConfig = field(default_factory=lambda: PartConfig(config="shapes_nft"))
     """Training of the policy: a configuration of flow_grpo; its rewards.terms become the ensemble."""
 
     def __post_init__(self) -> None:

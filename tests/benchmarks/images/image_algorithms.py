@@ -3,7 +3,7 @@
 
     python tests/benchmarks/images/image_algorithms.py --output runs/equal --budget 60000 --seeds 0 1 2
 
-Each row trains `shapes_grpo_guard` (log-probs) or `shapes_quickstart` (regressions) with the changes below
+Each row trains `shapes_grpo_guard` (log-probs) or `shapes_nft` (regressions) with the changes below
 for as many whole iterations as the budget buys, the rate falling to 0 over them; what the folder has is not
 run again. A row is its published loss on these batches, at this rate; none was tuned.
 """
@@ -29,7 +29,7 @@ from visalign.evaluation.heldout.result import load_heldout
 from visalign.evaluation.statistics.intervals import paired_bootstrap
 from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, plan
 
-TRAJECTORY, REGRESSION = "shapes_grpo_guard", "shapes_quickstart"
+TRAJECTORY, REGRESSION = "shapes_grpo_guard", "shapes_nft"
 PLAIN = "objective.changes_for.diffusion_nft_closed.reference_guidance=null"
 TWO_LEVELS = "objective.changes_for.diffusion_nft_closed.levels=2"
 LEVELS = "{levels: 2, level_range: [0.0, 0.6]}"

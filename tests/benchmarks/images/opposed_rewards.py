@@ -3,7 +3,7 @@
 
     python tests/benchmarks/images/opposed_rewards.py --output runs/opposed --seeds 0 1 2
 
-DiffusionNFT on `shapes_quickstart` without guidance, by MARBLE's weights (arXiv 2605.06507, measured every
+DiffusionNFT on `shapes_nft` without guidance, by MARBLE's weights (arXiv 2605.06507, measured every
 two iterations) and by equal weights of the same z-scores. Contrast and few edges are opposed: on the start's
 images they correlate by -0.85 within a prompt. Gains are on 104 held-out prompts, in standard deviations of
 the start's images over all prompts.
@@ -47,7 +47,7 @@ def train(folder: Path, names: tuple[str, ...], arm: str, seed: int, iterations:
         *(["signal_options={ddof: 0}"] if arm == "equal" else []),
     )
     run_visalign(
-        "train", "shapes_quickstart", f"rewards={{terms: {{{terms}}}, allow_mixed_units: true}}",
+        "train", "shapes_nft", f"rewards={{terms: {{{terms}}}, allow_mixed_units: true}}",
         "objective.algorithm=diffusion_nft", *(f"{ROW}.{level}" for level in levels), ARMS[arm], f"seed={seed}",
         "rollout.prompts_per_iteration=8", "rollout.group_size=8", f"run.iterations={iterations}",
         f"optimizer.decay_updates={4 * iterations}", "run.max_seconds=null", "evaluation={every: 0, seeds: [0]}",

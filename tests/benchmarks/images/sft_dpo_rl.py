@@ -6,7 +6,7 @@
 1. `sample` draws training prompts with guidance 3; `sft_images` learns, without guidance, the images that are right.
 2. `sample` draws three images of each prompt from the result; `collect --judge shapes_verifier` votes on their pairs;
    `diffusion_dpo` learns the votes.
-3. `shapes_quickstart` goes on with that LoRA by the verifier, 20 iterations.
+3. `shapes_nft` goes on with that LoRA by the verifier, 20 iterations.
 
 Before the first run: a step's gain is refuted where the 95 % interval of the change over its start, paired over the
 held-out prompts of all seeds, holds 0 or lies below.
@@ -66,7 +66,7 @@ def chain(folder: Path, seed: int) -> list[Path]:
     pairs = folder / "pairs.jsonl"
     if not pairs.is_file():
         run_visalign("collect", str(folder / "votes.sqlite"), str(own), "--judge", *VOTED, "--export", str(pairs))
-    start = ["shapes_quickstart", f"model.path={model}", "data.balance=false"]
+    start = ["shapes_nft", f"model.path={model}", "data.balance=false"]
     run_visalign("train", *start, f"data.pairs={pairs}", *DPO, *seeded, "run.iterations=24", "--output", str(dpo))
     lora = [f"model.lora_path={dpo / 'lora'}", "rollout.merge_adapters=true", "run.iterations=20"]
     run_visalign("train", *start[:2], *lora, *seeded, "--output", str(rl))

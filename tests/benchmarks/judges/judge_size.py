@@ -147,7 +147,7 @@ def policy(folder: Path, reward: str, judge: Path, table: Path, seed: int, itera
     if not (folder / "summary.json").is_file():
         row = "objective.changes_for.diffusion_nft_closed"
         run_visalign(
-            "train", "shapes_quickstart", f"data.train={table}",
+            "train", "shapes_nft", f"data.train={table}",
             f"rewards.terms={{judge: {{name: '{reward}', options: {{model: '{judge}'}}}}}}",
             f"{row}.reference_guidance=null", f"{row}.kl_until={iterations // 4}", f"seed={seed}",
             "rollout.prompts_per_iteration=12", f"optimizer.updates_per_iteration={UPDATES}",

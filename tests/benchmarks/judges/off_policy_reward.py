@@ -49,7 +49,7 @@ def policy(folder: Path, reward: Path, seed: int, iterations: int) -> Path:
         few = write_rows(folder.with_name("few.jsonl"), heldout_prompts()[::40])
         term = f"{Path(__file__).with_name('linear_reward.py')}:LinearReward"
         run_visalign(
-            "train", "shapes_quickstart", f"rewards.terms={{r: {{name: '{term}', options: {{file: '{reward}'}}}}}}",
+            "train", "shapes_nft", f"rewards.terms={{r: {{name: '{term}', options: {{file: '{reward}'}}}}}}",
             "objective.changes_for.diffusion_nft_closed.reference_guidance=null", f"data.heldout={few}",
             "rollout.prompts_per_iteration=12", f"run.iterations={iterations}", f"seed={seed}",
             f"optimizer.decay_updates={4 * iterations}", "run.max_seconds=null", "evaluation.every=0",

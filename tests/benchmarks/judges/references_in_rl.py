@@ -45,7 +45,7 @@ def train(folder: Path, term: str, seed: int, iterations: int) -> None:
     table = write_rows(folder.parent / "prompts.jsonl", [record for records in by_tag for record in records])
     row = "objective.changes_for.diffusion_nft_closed"
     run_visalign(
-        "train", "shapes_quickstart", f"rewards.terms={{judge: {term}}}",
+        "train", "shapes_nft", f"rewards.terms={{judge: {term}}}",
         f"data.train={table}", f"data.heldout={heldout}",
         f"{row}.reference_guidance=null", f"{row}.kl_until={iterations // 4}", f"seed={seed}",
         f"rollout.prompts_per_iteration={SIDE}", f"rollout.group_size={SIDE}", f"run.iterations={iterations}",

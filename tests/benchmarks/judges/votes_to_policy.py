@@ -88,7 +88,7 @@ def run(output: Path, votes: int, seed: int, iterations: int, kind: str) -> None
         if not (policy / "summary.json").is_file():
             judge = f"rewards.terms={{judge: {{name: {kind}, options: {options}}}}}"
             plain = "objective.changes_for.diffusion_nft_closed.reference_guidance=null"
-            arguments = ["shapes_quickstart", judge, plain, f"seed={seed}", "run.max_seconds=null"]
+            arguments = ["shapes_nft", judge, plain, f"seed={seed}", "run.max_seconds=null"]
             run_visalign("train", *arguments, "-o", str(policy))
 
 

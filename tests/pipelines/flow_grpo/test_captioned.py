@@ -202,7 +202,7 @@ def test_a_run_by_the_configuration(tmp_path, capsys):
     assert {row["forward_equivalents_per_image"] for row in log} == {3} and all(row["loss"] > 0 for row in log)
     assert summary["images"] == 8
     # the LoRA goes on in a training by preferences
-    job = load_job("shapes_quickstart", [f"model.path={tmp_path}/model", f"model.lora_path={tmp_path}/whole/lora"])
+    job = load_job("shapes_nft", [f"model.path={tmp_path}/model", f"model.lora_path={tmp_path}/whole/lora"])
     assert job.config.model.lora_path == f"{tmp_path}/whole/lora"
 
 

@@ -250,7 +250,7 @@ def test_no_weight_is_read(folders, tmp_path):
     (tmp_path / "prompts.txt").write_text((folders / "prompts.txt").read_text())
     bare_plan, full_plan = estimate(configured(tmp_path, "bare")), estimate(configured(folders, "flux"))
     assert bare_plan == full_plan
-    result = CliRunner().invoke(app, ["plan", "shapes_quickstart", "--json"])
+    result = CliRunner().invoke(app, ["plan", "shapes_nft", "--json"])
     planned = json.loads(result.output)
     assert planned["forward_equivalents"]["of_the_run"] == pytest.approx(
         planned["cost"]["forward_equivalents_per_image"] * 288 * planned["batch"]["iterations"]

@@ -68,7 +68,7 @@ def test_what_is_answered_to_a_published_name_loads(name: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"algorithm {name!r}. It is settings here: {settings}")):
         _loaded("shapes_flow_grpo", f"objective.algorithm={name}")
     is_regression = shlex.split(settings)[0].removeprefix("objective.algorithm=") in REGRESSIONS
-    config = _loaded("shapes_quickstart" if is_regression else "shapes_flow_grpo", *shlex.split(settings))
+    config = _loaded("shapes_nft" if is_regression else "shapes_flow_grpo", *shlex.split(settings))
     assert {key: _has(config, key) for key in FIELDS[name]} == FIELDS[name] and what
 
 

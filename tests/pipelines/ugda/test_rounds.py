@@ -66,7 +66,7 @@ def tiny(tmp_path: Path, **labels: Any) -> UGDAConfig:
         rounds=2,
         labels=LabelConfig(**small | labels),
         ensemble=EnsembleConfig(members=2, off_policy=OffPolicyConfig(), changes=judges),
-        policy=PartConfig(config="shapes_quickstart", changes=policy),
+        policy=PartConfig(config="shapes_nft", changes=policy),
     )
 
 
@@ -122,12 +122,12 @@ def test_samples_are_of_the_policys_size():
 
 def test_what_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"policy.changes sets rewards.terms, which each round sets itself"):
-        UGDAConfig(policy=PartConfig(config="shapes_quickstart", changes={"rewards.terms": {}}))
+        UGDAConfig(policy=PartConfig(config="shapes_nft", changes={"rewards.terms": {}}))
     wrong = UGDAConfig(policy=PartConfig(config="text_grpo"))
     with pytest.raises(UserError, match=r"policy.config: '.*text_grpo.yaml' is of the pipeline 'text_grpo', not"):
         plan(wrong)
-    wrong = UGDAConfig(ensemble=EnsembleConfig(config="shapes_quickstart"))
-    with pytest.raises(UserError, match=r"ensemble.config: '.*shapes_quickstart.yaml' is of the pipeline 'flow_grpo'"):
+    wrong = UGDAConfig(ensemble=EnsembleConfig(config="shapes_nft"))
+    with pytest.raises(UserError, match=r"ensemble.config: '.*shapes_nft.yaml' is of the pipeline 'flow_grpo'"):
         plan(wrong)
     assert load_config(UGDAConfig, resolve_config("shapes_ugda"), []).labels.more == 75
 

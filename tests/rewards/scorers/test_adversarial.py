@@ -101,7 +101,7 @@ def test_no_held_out_image_is_scored_by_a_discriminator(references) -> None:
     term = f"{{name: adversarial, options: {{references: {references}}}}}"
 
     def prepared(*overrides: str) -> Any:
-        return prepare(load_config(FlowGRPOConfig, resolve_config("shapes_quickstart"), overrides), 1)
+        return prepare(load_config(FlowGRPOConfig, resolve_config("shapes_nft"), overrides), 1)
 
     with pytest.raises(UserError, match=r"evaluation\.rewards names real, which needs a training's samples"):
         prepared(f"evaluation.rewards={{real: {term}}}", "evaluation.correctness=null")
