@@ -19,14 +19,14 @@ from visalign.adapters.speed import CAPTURED, speed_up
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-def policy_of(name: str) -> Any:
+def policy_of(name: str, lora: LoraSettings | None) -> Any:
     pipe, more = tiny_pipeline(name)
     pipe.to("cuda")
     encode = pipe.encode_prompt
     pipe.encode_prompt = lambda *args, **options: tree_map_only(
         Tensor, lambda embedding: embedding.to("cuda"), encode(*args, **options)
     )
-    policy = PipelinePolicy(pipe, lora=LoraSettings(rank=2, alpha=4), **more)
+    policy = PipelinePolicy(pipe, lora=lora, **more)
     generator = torch.Generator().manual_seed(1)
     for key, weight in policy.trainable_parameters():
         if "lora_B" in key:  # adapters that have learnt something
@@ -34,9 +34,10 @@ def policy_of(name: str) -> Any:
     return policy
 
 
+@pytest.mark.parametrize("lora", [LoraSettings(rank=2, alpha=4), None])
 @pytest.mark.parametrize("name", ["sd3"])
-def test_captured_passes_are_the_eager_ones(name: str):
-    policy = policy_of(name)
+def test_captured_passes_are_the_eager_ones(name: str, lora: LoraSettings | None):
+    policy = policy_of(name, lora)
     condition, time = policy.encode(tiny_prompts(name, ["a red circle"] * 2)), torch.full((2,), 0.7, device="cuda")
     weights, outputs = [weight for _, weight in policy.trainable_parameters()], list[Tensor]()
 
