@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -176,9 +177,11 @@ def load_text_reward(name: str, *, run_device: str | None = None, **options: Any
 
 def _with_options(reward: Any, options: Mapping[str, Any]) -> Any:
     """Declare what a reward leaves out; one without an identity is known by its options, see `reward_identity`."""
-    if with_capabilities(reward).identity is None:
-        loading_options = {name: value for name, value in options.items() if name != "device"}
-        object.__setattr__(reward, "loading_options", loading_options)
+    # an identity may be a property that reads weights
+    if inspect.getattr_static(with_capabilities(reward), "identity") is None:
+        with suppress(AttributeError, TypeError):  # slots
+            loading_options = {name: value for name, value in options.items() if name != "device"}
+            object.__setattr__(reward, "loading_options", loading_options)
     return reward
 
 

@@ -172,7 +172,7 @@ def folder_sides(paths: Sequence[str], records: Sequence[Record] | None, scoring
         )
     order, sides = {prompt: number for number, prompt in enumerate(counts[0])}, []
     draws = [Counter(map(_draw, table)) for table in tables]
-    has_seeds = all(isinstance(row.seed, int) for table in tables for row in table)
+    has_seeds = all(isinstance(row.seed, int) and abs(row.seed) < 2**63 for table in tables for row in table)
     by_seed = has_seeds and max(draws[0].values()) == 1 and all(draw == draws[0] for draw in draws)
     for path, table in zip(paths, tables, strict=True):
         ordinals, rows = Counter[str](), list[ImageRow]()

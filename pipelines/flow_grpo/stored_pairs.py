@@ -149,6 +149,7 @@ def _unread_images(folder: Path, rows: Sequence[ImageRow]) -> list[Path]:
     """Find the images with captions in a folder of which tables or tar files alone are read."""
     read = {Path(row.image) for row in rows}
     files = sorted(folder.absolute().rglob("*")) if folder.is_dir() else []
+    files = [file for file in files if "/." not in f"/{file.relative_to(folder.absolute())}"]
     unread = [file for file in files if file.suffix.lower() in IMAGE_ENDINGS and file not in read]
     return [image for image in unread if any(map(Path.is_file, map(image.with_suffix, CAPTIONS)))]
 

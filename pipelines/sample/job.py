@@ -98,7 +98,7 @@ class SampleSettings:
         words = [f"{name} {value}" for name, value in drawing.items() if name == "steps" or value != default[name]]
         words += [f"{name} {value or 'none'}" for name, value in trained.items() if name not in self.options]
         if words and os.environ.get("RANK", "0") == "0":
-            line = f"Sampling as the weights' run evaluated: {', '.join(words)}. --steps and --option change it."
+            line = f"Sampling as the weights' run evaluated: {', '.join(words)}. Options of the command change it."
             print(line, file=sys.stderr)
         guidance = {} if own.guidance is None else {"guidance": own.guidance}
         drawing = {name: getattr(self, name) or value for name, value in {**default, **drawing}.items()}

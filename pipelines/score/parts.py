@@ -66,7 +66,8 @@ def find_parts(items: Sequence[Path], *, clips: bool = False) -> list[Part]:
     for item in (item.absolute() for item in items):
         tables = (path for path in item.rglob("*") if _is_table(path, (".parquet",)))
         inside = sorted(path for path in tables if "/." not in f"/{path.relative_to(item)}")
-        inside = [path for path in inside if path.suffix != ".parquet" or path.with_suffix(".tar") not in inside]
+        tars = {path for path in inside if path.suffix == ".tar"}
+        inside = [path for path in inside if path.suffix != ".parquet" or path.with_suffix(".tar") not in tars]
         files = inside or ([item] if _is_table(item, tuple(READERS)) else [])
         strangers += [] if files else [item]
         for path in files:

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from visalign.training import Trainer, TrainResult
 
 JUDGE = "judge"  # Folder of a trained judge inside the run's folder
-GPU_THREADS = 4  # CPU threads beside a GPU: an iteration of the quickstart takes 1.63 s with 4 and 2.30 with 16 (H200)
+GPU_THREADS = 4  # CPU threads beside a GPU: an iteration of shapes_nft takes 1.63 s with 4 and 2.30 with 16 (H200)
 
 
 class TrainingInterrupted(Stopped):

@@ -88,6 +88,7 @@ _OUT_OF_TIME = (None, 137)
 _END = "the setup has ended"
 _FUTURE = re.compile(r"^from __future__ import [\w, ]+", re.MULTILINE)
 _LONGEST_VALUE = 1 << 20
+_STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
 
 
 class _Numbers(ast.NodeTransformer):
@@ -221,7 +222,8 @@ class CodeTests:
             with suppress(ValueError, TypeError, SyntaxError, ArithmeticError, MemoryError, RecursionError):
                 value = ast.literal_eval(_Numbers().visit(parse_python(text, mode="eval")))
                 expected = test["expected"]
-                accepted = [expected, *(expected[:1] if test.get("layout") == "APPS" and _is_list(expected) else [])]
+                is_wrapped = test.get("layout") == "APPS" and isinstance(expected, list) and len(expected) == 1
+                accepted = [expected, *(expected if is_wrapped else [])]
                 is_same = partial(is_close, tolerance=self._tolerance) if "call" in test else operator.eq
                 passed = any(bool(is_same(value, expected)) for expected in accepted)
         return Outcome(passed, "" if passed else f"it returned {shortened(text)}")
@@ -243,7 +245,8 @@ class CodeTests:
         """Return a verdict with the share of passed tests."""
         if tests is None:
             return TextVerdict(reason=f"its metadata has no {self._field!r}"), math.nan
-        setup = "\n".join(setup) if _is_list(setup) and all(isinstance(line, str) for line in setup) else setup
+        if isinstance(setup, list) and all(isinstance(line, str) for line in setup):
+            setup = "\n".join(setup)
         if not isinstance(setup, str | None):
             return TextVerdict(reason=f"{self._setup_field!r} is {shortened(setup)}; give source as text"), math.nan
         text = after_marker(completion, self._after)
@@ -277,16 +280,18 @@ def read_tests(tests: Any) -> list[dict[str, Any]]:
             tests = json.loads(tests)
         except (ValueError, RecursionError):
             tests = [tests]
+    layout: dict[str, str] = {}
     if isinstance(tests, Mapping) and "inputs" in tests:
         inputs, outputs, function = tests["inputs"], tests.get("outputs"), tests.get("fn_name")
         if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
             raise UnreadableTests("inputs and outputs must be lists of one length")
         names = ("args", "expected") if function else ("stdin", "stdout")
-        call = {"call": function, "layout": "APPS"} if function else {}
+        call = {"call": function} if function else {}
         tests = [dict(zip(names, pair, strict=True)) | call for pair in zip(inputs, outputs, strict=True)]
+        layout = {"layout": "APPS"}
     if isinstance(tests, Mapping | str) or not isinstance(tests, Sequence) or not tests:
         raise UnreadableTests(f"{shortened(tests)} is not a list of at least one test; a test is {TEST_FORMS}")
-    return [_read_test({"assert": test} if isinstance(test, str) else test) for test in tests]
+    return [_read_test({"assert": test} if isinstance(test, str) else test) | layout for test in tests]
 
 
 def _read_test(test: Any) -> dict[str, Any]:
@@ -304,7 +309,7 @@ def _read_test(test: Any) -> dict[str, Any]:
         case {"call": str(), "expected": _} | {"eval": str(), "expected": _}:
             call = {"args": [], "kwargs": {}, **test}
             plain = isinstance(call["args"], list | tuple) and isinstance(call["kwargs"], Mapping)
-            if plain and set(call) <= {"call", "eval", "args", "kwargs", "expected", "layout"}:
+            if plain and set(call) <= {"call", "eval", "args", "kwargs", "expected"}:
                 with suppress(TypeError, ValueError):
                     json.dumps([call["args"], call["kwargs"]])  # as they go into the sandbox
                     return call
@@ -312,16 +317,21 @@ def _read_test(test: Any) -> dict[str, Any]:
 
 
 def _checks(node: ast.AST) -> bool:
-    """Return True for a statement that can fail a test as it runs: an assert, a raise, or a call for its effect."""
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return False
-    if isinstance(node, ast.Assert | ast.Raise) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
-        return True
-    return any(map(_checks, ast.iter_child_nodes(node)))
+    """Return True for a statement that can fail a test as it runs: assert, raise, with, or one that calls something.
 
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list) and bool(value)
+    A comparison without assert checks nothing, nor does a branch that asks for `__main__`, which is not run.
+    """
+    match node:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Expr(value=ast.Compare()):
+            return False
+        case ast.If(test=ast.Compare(left=ast.Name(id="__name__"))):
+            return False
+        case ast.Assert() | ast.Raise() | ast.With() | ast.AsyncWith():
+            return True
+        case ast.Expr() | ast.Assign() | ast.AnnAssign() | ast.AugAssign():
+            return any(isinstance(part, ast.Call) for part in ast.walk(node))
+    children = (child for child in ast.iter_child_nodes(node) if isinstance(child, _STATEMENTS))
+    return any(map(_checks, children))
 
 
 def _is_open(setup: str) -> bool:
@@ -329,7 +339,7 @@ def _is_open(setup: str) -> bool:
     try:
         parse_python(setup)
     except SyntaxError:
-        return True
+        return "\0" not in setup
     except (ValueError, RecursionError, MemoryError):
         return False
     return False

@@ -71,8 +71,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path):
         torch.testing.assert_close(parts[name], weight, rtol=0, atol=0)
 
 
-def test_the_quickstart_learns(tmp_path: Path):
-    planned = load_job("shapes_quickstart", ["evaluation.every=0", "run.max_seconds=95"])
+def test_adapters_of_a_small_model_learn(tmp_path: Path):
+    planned = load_job("shapes_nft", ["evaluation.every=0", "run.max_seconds=95"])
     summary = planned.run(planned.config, tmp_path / "run")
     assert summary["after"]["accuracy"] >= 0.8 > 0.65 > summary["before"]["accuracy"]
 

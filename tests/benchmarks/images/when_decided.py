@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """At which denoising step it is decided what an image shows: which noise levels are worth training.
 
-    python tests/benchmarks/images/when_decided.py --lora runs/quickstart/lora
+    python tests/benchmarks/images/when_decided.py --lora runs/nft/lora
     python tests/benchmarks/images/when_decided.py --tag two_objects --model runs/full/model
 
 Of each step's predicted clean image, x̂0 = x − σ v, over the held-out prompts: the share that is right, and

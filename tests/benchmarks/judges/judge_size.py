@@ -4,7 +4,7 @@
     python tests/benchmarks/judges/judge_size.py --output runs/size --seeds 0 1 2
 
 RewardDance's claims (arXiv 2509.08826, tables 2, 7 and 8). One judge in three sizes, `shapes-vlm` with its
-first 1, 2 or 4 language layers, fine-tuned alike: P(yes) of one image. Each is the quickstart's only reward,
+first 1, 2 or 4 language layers, fine-tuned alike: P(yes) of one image. Each is the only reward of `shapes_nft`,
 without the guided reference. The largest also rewards by the log-odds over two references of a prompt: the
 best or the worst two of 8 samples. Beside it, added afterwards: the sample of 8 that a judge rates highest.
 
@@ -143,7 +143,7 @@ def references(folder: Path, prompt_file: Path, samples: Path, judge: Path) -> d
 
 
 def policy(folder: Path, reward: str, judge: Path, table: Path, seed: int, iterations: int) -> None:
-    """The quickstart's trainer with a judge as its only reward."""
+    """Train `shapes_nft` with a judge as its only reward."""
     if not (folder / "summary.json").is_file():
         row = "objective.changes_for.diffusion_nft_closed"
         run_visalign(

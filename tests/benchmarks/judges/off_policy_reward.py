@@ -44,7 +44,7 @@ def pairs(tasks: list) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list]:
 
 
 def policy(folder: Path, reward: Path, seed: int, iterations: int) -> Path:
-    """The quickstart's trainer on the linear reward alone, without guidance."""
+    """Train `shapes_nft` on the linear reward alone, without guidance."""
     if not (folder / "summary.json").is_file():
         few = write_rows(folder.with_name("few.jsonl"), heldout_prompts()[::40])
         term = f"{Path(__file__).with_name('linear_reward.py')}:LinearReward"

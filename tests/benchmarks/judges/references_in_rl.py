@@ -5,7 +5,7 @@
 
 `shapes-vlm`, asked about one image (`reward_dance`), against the same model fine-tuned on pairs
 (`shapes-pairs`), asked if an image beats the best 2 of 8 images that the model before training drew
-(`rewards.terms.judge.references`). The quickstart's trainer without guided reference, 24 prompts. The arm
+(`rewards.terms.judge.references`). `shapes_nft` without guided reference, 24 prompts. The arm
 without references has so many iterations more as the drawing costs. Verified accuracy on 104 held-out prompts.
 
 Before it was run: "references help" is refuted where the interval of their lead in verified accuracy lies

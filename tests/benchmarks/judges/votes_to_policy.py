@@ -5,7 +5,7 @@
 
 Three voters (VOTERS) compare images of training prompts, and prefer the one nearer to its prompt with
 probability σ(γ (u_left − u_right)). The export trains a judge that says yes or no, or HPSv3's head, which the
-quickstart follows alone, without the guided reference; beside it the yes/no judge untrained. The claim is
+`shapes_nft` follows alone, without the guided reference; beside it the yes/no judge untrained. The claim is
 refuted where the interval of the gain on held-out prompts holds 0.
 """
 

@@ -153,6 +153,10 @@ def test_a_reward_without_an_identity_is_known_by_its_options(tmp_path):
     rewards = [load_reward(f"{tmp_path}/my.py:Channel", **chosen) for chosen in options]
     first, again, other = (reward_identity(reward).digest for reward in rewards)
     assert first == again != other
+    slots = "class Channel:\n    __slots__ = 'channel'\n    identity, capabilities = None, RewardCapabilities()"
+    code = textwrap.dedent(code).replace("class Channel:", slots).replace("Scores", "RewardCapabilities, Scores", 1)
+    (tmp_path / "slots.py").write_text(code)
+    assert load_reward(f"{tmp_path}/slots.py:Channel", channel=1).identity is None
 
 
 def test_it_keeps_quiet_at_home_and_of_other_models(tmp_path):

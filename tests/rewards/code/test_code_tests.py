@@ -130,7 +130,13 @@ def test_programs_read_stdin_and_print():
         *([], {}, 3, [3], ["assert ("], [{"stdin": "1"}], [{"call": "f"}]),
         *([{"call": "f", "args": 3, "expected": 1}], [{"call": "f", "args": [{1}], "expected": 1}]),
         {"inputs": [1], "outputs": []},
-        *(["f(2) == 4"], [""], ["x = f(2)"], "def check(f):\n    assert f(2) == 4\n"),  # nothing is checked
+        *(
+            ["f(2) == 4"],
+            [""],
+            ["x = 2"],
+            "if __name__ == '__main__':\n    assert f(2) == 4",
+            "def check(f):\n    assert f(2) == 4\n",
+        ),  # nothing is checked
     ],
 )
 def test_tests_that_cannot_be_read_are_no_score(tests, monkeypatch):
@@ -194,6 +200,11 @@ def test_setups_and_layouts_as_datasets_have_them():
     texts = [f"```python\n{code}\n```" for code in cases]
     reward = CodeTests(setup_field="setup", limits=QUICK)
     assert reward.score(texts, ["?"] * 4, records).value.tolist() == [1, 1, 1, 1]
+    assert reward.score(texts[:1], ["?"], [records[0] | {"setup": []}]).value == 1
+    deep = [{"tests": [f"x = {'+'.join('1' * 600)}\nassert x == 600", "with open('/dev/null'): _ = f(4)"]}]
+    assert CodeTests(limits=QUICK).score(texts[:1], ["?"], deep).value == 1
+    longer = {"fn_name": "f", "inputs": [[]], "outputs": [[1, 2]]}  # than the only entry of a list
+    assert not reward.run("def f(): return 1", longer)[0].passed
     bad = [{"tests": {"fn_name": "f", "inputs": [["abc"]], "outputs": ["c"]}, "setup": 3}, records[3]]
     scores = reward.score([texts[2], texts[2]], ["?"] * 2, bad)
     assert scores.valid.tolist() == [False, True] and scores.value[1] == 0
