@@ -280,18 +280,16 @@ def read_tests(tests: Any) -> list[dict[str, Any]]:
             tests = json.loads(tests)
         except (ValueError, RecursionError):
             tests = [tests]
-    layout: dict[str, str] = {}
     if isinstance(tests, Mapping) and "inputs" in tests:
         inputs, outputs, function = tests["inputs"], tests.get("outputs"), tests.get("fn_name")
         if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
             raise UnreadableTests("inputs and outputs must be lists of one length")
         names = ("args", "expected") if function else ("stdin", "stdout")
-        call = {"call": function} if function else {}
+        call = {"call": function, "layout": "APPS"} if function else {}
         tests = [dict(zip(names, pair, strict=True)) | call for pair in zip(inputs, outputs, strict=True)]
-        layout = {"layout": "APPS"}
     if isinstance(tests, Mapping | str) or not isinstance(tests, Sequence) or not tests:
         raise UnreadableTests(f"{shortened(tests)} is not a list of at least one test; a test is {TEST_FORMS}")
-    return [_read_test({"assert": test} if isinstance(test, str) else test) | layout for test in tests]
+    return [_read_test({"assert": test} if isinstance(test, str) else test) for test in tests]
 
 
 def _read_test(test: Any) -> dict[str, Any]:
@@ -309,7 +307,7 @@ def _read_test(test: Any) -> dict[str, Any]:
         case {"call": str(), "expected": _} | {"eval": str(), "expected": _}:
             call = {"args": [], "kwargs": {}, **test}
             plain = isinstance(call["args"], list | tuple) and isinstance(call["kwargs"], Mapping)
-            if plain and set(call) <= {"call", "eval", "args", "kwargs", "expected"}:
+            if plain and set(call) <= {"call", "eval", "args", "kwargs", "expected", "layout"}:
                 with suppress(TypeError, ValueError):
                     json.dumps([call["args"], call["kwargs"]])  # as they go into the sandbox
                     return call
