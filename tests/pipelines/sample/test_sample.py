@@ -240,7 +240,8 @@ def test_of_many_draws_one_batch_and_the_best_are_in_memory(search, compares, tm
         else:
             liked = lambda images: Judge().score(images, [row["prompt"]] * len(images)).value  # noqa: B023, E731
             latents = search(policy, condition, liked, sigmas=sigmas, seeds=seeds)
-        scores = Brightness().score(decode(latents), [row["prompt"]] * 11).value
+        images = decode(latents).mul(255).round() / 255  # as files hold them
+        scores = Brightness().score(images, [row["prompt"]] * 11).value
         best = int(scores.argmax())
         assert row["brightness"] == pytest.approx(float(scores[best]), abs=1e-6)
         expected = decode(latents[best : best + 1])[0].mul(255).round().byte().permute(1, 2, 0).numpy()
