@@ -101,7 +101,7 @@ def test_a_stopped_bench_draws_what_is_missing(
 
     def with_other_tags(*arguments: Any, **options: Any) -> Any:
         suite, records = load_suite(*arguments, **options)
-        return suite, [record | {"tag": "other"} for record in records]
+        return suite, [{**record, "tag": "other"} for record in records]
 
     monkeypatch.setattr("visalign.pipelines.bench.suites.load_suite", with_other_tags)
     refused = run(*models, *SUITE, "-o", drawn, "--resume")

@@ -116,7 +116,8 @@ def test_layers_of_text_encoders_are_applied_and_kept(tmp_path, capsys):
     run(_config(model, images), tmp_path / "first")
     tensors = load_file(tmp_path / "first/lora" / WEIGHT_FILE)
     layer = "text_encoder.text_model.encoder.layers.0.self_attn.q_proj"
-    width = len(load_policy(model).pipe.text_encoder.get_submodule(layer.partition(".")[2]).weight)
+    policy: Any = load_policy(model)
+    width = len(policy.pipe.text_encoder.get_submodule(layer.partition(".")[2]).weight)
     tensors |= {
         f"{layer}.lora_{side}.weight": torch.ones(shape) for side, shape in {"A": (4, width), "B": (width, 4)}.items()
     }

@@ -149,14 +149,15 @@ def test_a_reward_without_an_identity_is_known_by_its_options(tmp_path):
             return Scores(value=images[:, self.channel].mean((1, 2)))
     """
     (tmp_path / "my.py").write_text(textwrap.dedent(code))
-    options = ({"channel": 0}, {"channel": 0, "device": "cpu"}, {"channel": 2})
+    options: Any = ({"channel": 0}, {"channel": 0, "device": "cpu"}, {"channel": 2})
     rewards = [load_reward(f"{tmp_path}/my.py:Channel", **chosen) for chosen in options]
     first, again, other = (reward_identity(reward).digest for reward in rewards)
     assert first == again != other
     slots = "class Channel:\n    __slots__ = 'channel'\n    identity, capabilities = None, RewardCapabilities()"
     code = textwrap.dedent(code).replace("class Channel:", slots).replace("Scores", "RewardCapabilities, Scores", 1)
     (tmp_path / "slots.py").write_text(code)
-    assert load_reward(f"{tmp_path}/slots.py:Channel", channel=1).identity is None
+    with_slots: Any = load_reward(f"{tmp_path}/slots.py:Channel", channel=1)
+    assert with_slots.identity is None
 
 
 def test_it_keeps_quiet_at_home_and_of_other_models(tmp_path):
