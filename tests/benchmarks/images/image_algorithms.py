@@ -82,6 +82,7 @@ ROWS: dict[str, tuple[str, list[str]]] = {
     "DiffusionNFT": (REGRESSION, [PLAIN, TWO_LEVELS]),
     "DiffusionNFT, 96 images": (REGRESSION, [PLAIN, TWO_LEVELS, *SMALL]),
     "DiffusionNFT, replay": (REGRESSION, [PLAIN, TWO_LEVELS, *SMALL, "self_imitation={warmup: 4, batch: 48}"]),
+    "DiffusionNFT, scouts": (REGRESSION, [PLAIN, TWO_LEVELS, *SMALL, "rollout.scout={pool: 24, steps: 6}"]),
     "DiffusionNFT, guided reference": (REGRESSION, [TWO_LEVELS]),
     **{
         name: (REGRESSION, [f"objective.algorithm={row}", f"objective.changes_for.{row}={LEVELS}"])
@@ -102,6 +103,7 @@ WITHOUT = {
     "FlowRL": "GRPO-Guard, 96 images",
     "GRPO-Guard, 0 or 1, dynamic": "GRPO-Guard, 0 or 1",
     "DiffusionNFT, replay": "DiffusionNFT, 96 images",
+    "DiffusionNFT, scouts": "DiffusionNFT, 96 images",
 }
 """Run with a part -> the same run without it."""
 
