@@ -171,13 +171,13 @@ def folder_sides(paths: Sequence[str], records: Sequence[Record] | None, scoring
             "--suite out, or give images of its prompts."
         )
     order, sides = {prompt: number for number, prompt in enumerate(counts[0])}, []
-    draws = [Counter(map(_draw, table)) for table in tables]
+    draws = [Counter(map(_draw_key, table)) for table in tables]
     has_seeds = all(isinstance(row.seed, int) and abs(row.seed) < 2**63 for table in tables for row in table)
     by_seed = has_seeds and max(draws[0].values()) == 1 and all(draw == draws[0] for draw in draws)
     for path, table in zip(paths, tables, strict=True):
         ordinals, rows = Counter[str](), list[ImageRow]()
         if by_seed:
-            table = sorted(table, key=_draw)
+            table = sorted(table, key=_draw_key)
         for row in sorted(table, key=lambda row: order[row.prompt]):
             require_still(Path(row.image))
             record = {"prompt": row.prompt, **(row.metadata or {}), **suite[row.prompt]}
@@ -188,7 +188,7 @@ def folder_sides(paths: Sequence[str], records: Sequence[Record] | None, scoring
     return sides
 
 
-def _draw(row: ImageRow) -> tuple[tuple[str, ...], Any]:
+def _draw_key(row: ImageRow) -> tuple[tuple[str, ...], Any]:
     """Return prompt, source and seed of an image, which two models share."""
     return record_key({"prompt": row.prompt, **(row.metadata or {})}), row.seed
 

@@ -301,7 +301,7 @@ def _read_test(test: Any) -> dict[str, Any]:
                 tree = parse_python(source)
             except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
                 raise UnreadableTests(f"{shortened(source)} is not Python ({error})") from error
-            if not any(map(_checks, tree.body)):
+            if not any(map(_can_fail, tree.body)):
                 raise UnreadableTests(f"{shortened(source)} checks nothing when it is run; a test is {TEST_FORMS}")
             return _as_comparison(tree) or dict(test)
         case {"call": str(), "expected": _} | {"eval": str(), "expected": _}:
@@ -314,7 +314,7 @@ def _read_test(test: Any) -> dict[str, Any]:
     raise UnreadableTests(f"{shortened(test)} is not a test; a test is {TEST_FORMS}")
 
 
-def _checks(node: ast.AST) -> bool:
+def _can_fail(node: ast.AST) -> bool:
     """Return True for a statement that can fail a test as it runs: assert, raise, with, or one that calls something.
 
     A comparison without assert checks nothing, nor does a branch that asks for `__main__`, which is not run.
@@ -329,7 +329,7 @@ def _checks(node: ast.AST) -> bool:
         case ast.Expr() | ast.Assign() | ast.AnnAssign() | ast.AugAssign():
             return any(isinstance(part, ast.Call) for part in ast.walk(node))
     children = (child for child in ast.iter_child_nodes(node) if isinstance(child, _STATEMENTS))
-    return any(map(_checks, children))
+    return any(map(_can_fail, children))
 
 
 def _is_open(setup: str) -> bool:
