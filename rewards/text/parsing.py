@@ -21,10 +21,12 @@ _POWER = re.compile(rf"([+-]?)({_PLAIN})(?:\^|\*\*)(?:\(([+-]?\d{{1,4}})\)|([+-]
 _RATIO = re.compile(rf"([+-]?)(?:(\d+)\s+)?({_PLAIN})/([+-]?)({_PLAIN})")
 _ROOT = re.compile(r"([+-]?)\\sqrt\s*(?:\{(\d+)\)|(\d))")
 _BRACED = r"\{(?:[^{}]|\{[^{}]{0,80}\}){0,80}\}"
+_LEADING_SIGN = r"(?:[\-−](?<!\d[\s$].)\\?[$€£¥]|[+\-−])"  # A minus between two amounts is no sign: 5 -$3
 _LAST_NUMBER = re.compile(
-    rf"(?<![\w.])[+\-−]?(?:(?:\d+\s*)?\\(?:[dtc]?frac\s*(?:{_BRACED}|\d)\s*(?:{_BRACED}|\d)"
+    rf"(?<![\w.]){_LEADING_SIGN}?(?:(?:\d+\s*)?\\(?:[dtc]?frac\s*(?:{_BRACED}|\d)\s*(?:{_BRACED}|\d)"
     rf"|sqrt\s*+(?:\[[^\]]{{0,9}}\])?\s*+(?:{_BRACED}|\d))"
-    rf"|(?:{_PLAIN})(?:[eE][+-]?\d{{1,4}}|/\d+|\^(?:{_BRACED}|[+-]?\d+))?(?:\s*\\?%)?)(?:\s*\\pi)?"
+    rf"|(?:\d+[^\S\n]+(?=\d+/\d))?(?:{_PLAIN})(?:[eE][+-]?\d{{1,4}}|/\d+|\^(?:{_BRACED}|[+-]?\d+))?(?:\s*\\?%)?)"
+    rf"(?:\s*\\pi)?"
 )
 _FRAC = re.compile(r"\\[dtc]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}\\]|[{}]")

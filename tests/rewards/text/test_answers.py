@@ -134,7 +134,9 @@ def test_numbers_within_a_tolerance():
     [
         *[(r"so it is \frac{3}{4}.", "3/4"), (r"so it is -1\dfrac{3}{4}", "-7/4")],
         *[(r"that makes 2^10 = 1024 or 2^{-1}", "1/2"), (r"thus \sqrt{16}", 4)],
-        ("in 2024 it was 3/4.", "0.75"),
+        *[("in 2024 it was 3/4.", "0.75"), ("You need 3 1/2 cups", "3.5"), ("that is -2 3/4.", "-2.75")],
+        *[("a profit of -$72", -72), (r"it is $-\$72$.", -72), ("−$1,000.", -1000), ("it costs -€5", -5)],
+        *[("between 10-$20", 20), ("so $5 - $3", 3), ("so $5 -$3", 3), ("$5$-$3$", 3), ("step 3\n1/2", "1/2")],
     ],
 )
 def test_the_last_number_is_read_whole(text, truth):
@@ -145,7 +147,8 @@ def test_the_last_number_is_read_whole(text, truth):
     ("text", "truth"),
     [
         *[(r"\frac{3}{4}", 4), (r"2^{10}", 10), (r"\sqrt{2}", 2), (r"2\sqrt{3}", 3), (r"\sqrt[3]{5}", 5)],
-        *[("−5", 5), (r"3\pi", 3), (r"\frac{\sqrt{2}}{7}", 7), (r"5^{2x}", 2)],
+        *[("−5", 5), (r"3\pi", 3), (r"\frac{\sqrt{2}}{7}", 7), (r"5^{2x}", 2), ("-$5", 5)],
+        *[("3 1/2", "1/2")],
     ],
 )
 def test_no_part_of_an_expression_is_the_last_number(text, truth):
