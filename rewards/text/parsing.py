@@ -32,7 +32,10 @@ _FRAC = re.compile(r"\\[dtc]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d)
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}\\]|[{}]")
 _TEXT = re.compile(r"\\(?:text|mathrm|mathbf|textbf|mbox|operatorname)\s*\{([^{}]*)\}")
 _ASSIGNED = re.compile(r"([A-Za-z](?:_?\w)?)\s*=\s*")
-_SPACING = ("\\left", "\\right", "\\!", "\\,", "\\;", "\\:", "\\ ", "\\(", "\\)", "\\[", "\\]", "~")
+_SPACING = re.compile(
+    r"(\\\\)(?:\s*\[[-.\d\s]+[a-z]{2}\])?|(\\ |~)(?!\d{3}(?!\d))|\\(?:left|right)(?![A-Za-z])|\\[ !,;:()[\]]|~"
+)
+"""A row break with its length (1), a full blank that does not group three digits (2), and what prints little."""
 _CURRENCY = ("\\$", "$", "€", "£", "¥")
 _SIGNS = {"−": "-", "–": "-", "×": "*", "·": "*", "⋅": "*", "\\times": "*", "\\cdot": "*", "{,}": ","}
 _FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+-]*)[^\n]*$", re.MULTILINE)
@@ -99,8 +102,7 @@ def normalise_latex(text: str) -> str:
     """
     answer = unicodedata.normalize("NFC", text).strip()
     answer = _TEXT.sub(r"\1", answer)
-    for spacing in _SPACING:
-        answer = answer.replace(spacing, "")
+    answer = _without_spacing(answer, row_break="\1")
     for sign in ("−", "–"):
         answer = answer.replace(sign, "-")
     answer = re.sub(r"\\[dtc]frac", r"\\frac", answer.replace("{,}", ",").replace("°", r"^\circ"))
@@ -108,8 +110,13 @@ def normalise_latex(text: str) -> str:
     answer = re.sub(r"(\\[A-Za-z]+)\s+(?=[A-Za-z])", "\\1\0", answer)  # \pi r is not \pir
     # blanks between digits stay unless they group three digits: "1 2" is not 12
     answer = re.sub(r"(?<=\d)\s+(?=\d)(?!\d{3}(?!\d))", "\0", answer.strip("$").strip())
-    answer = "".join(answer.split()).replace("\0", " ")
+    answer = "".join(answer.split()).replace("\0", " ").replace("\1", r"\\")
     return answer[:-1] if answer.endswith(".") else answer
+
+
+def _without_spacing(text: str, row_break: str = r"\\") -> str:
+    """Drop spacing commands and delimiters of formulas; a full blank stays one."""
+    return _SPACING.sub(lambda hit: row_break if hit[1] else " " * bool(hit[2]), text)
 
 
 NORMALISERS: dict[str, Callable[[str], str]] = {"none": str, "text": normalise_text, "latex": normalise_latex}
@@ -143,8 +150,7 @@ def names_differ(left: object, right: object) -> bool:
 def _plain_notation(text: str) -> str:
     """Replace LaTeX and typography by the signs of a plain number."""
     text = _TEXT.sub(r"\1", text)
-    for spacing in _SPACING:
-        text = text.replace(spacing, "")
+    text = _without_spacing(text)
     for sign, plain in _SIGNS.items():
         text = text.replace(sign, plain)
     text = text.strip("$").strip()
