@@ -38,7 +38,7 @@ _SPACING = re.compile(
 """A row break with its length (1), a full blank that does not group three digits (2), and what prints little."""
 _CURRENCY = ("\\$", "$", "€", "£", "¥")
 _SIGNS = {"−": "-", "–": "-", "×": "*", "·": "*", "⋅": "*", "\\times": "*", "\\cdot": "*", "{,}": ","}
-_FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+-]*)[^\n]*$", re.MULTILINE)
+_FENCE = re.compile(r"^([ \t]*)(`{3,}|~{3,})[ \t]*([\w+-]*)[^\n]*$", re.MULTILINE)
 _LANGUAGES = ("python", "py", "python3", "")
 _QUOTES = "\"'`“”‘’"
 
@@ -231,14 +231,15 @@ def has_fence(text: str) -> bool:
 
 
 def fenced_blocks(text: str) -> list[tuple[str, str]]:
-    """List (language or "", content) of the closed fenced blocks in order."""
+    """List (language or "", content) of the closed fenced blocks in order, without the indentation of their fence."""
     blocks: list[tuple[str, str]] = []
     opened: re.Match[str] | None = None
     for line in _FENCE.finditer(text):
         if opened is None:
             opened = line
-        elif line[1][0] == opened[1][0] and len(line[1]) >= len(opened[1]) and not line[2]:
-            blocks.append((opened[2].lower(), text[opened.end() + 1 : line.start()]))
+        elif line[2][0] == opened[2][0] and len(line[2]) >= len(opened[2]) and not line[3]:
+            content = text[opened.end() + 1 : line.start()]
+            blocks.append((opened[3].lower(), re.sub(rf"(?m)^[ \t]{{0,{len(opened[1])}}}", "", content)))
             opened = None
     return blocks
 

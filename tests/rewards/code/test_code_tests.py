@@ -48,7 +48,7 @@ def program(code, **limits):
         ("```python\na", None),
         ("no fence", None),
         ("~~~python\na\n```\nb\n~~~", "a\n```\nb\n"),
-        ("  ```python\n  a\n  ```", "  a\n"),
+        ("- so:\n  ```python\n  if a:\n    b\n\n c\n  ```", "if a:\n  b\n\nc\n"),
     ],
 )
 def test_the_last_closed_python_block_counts(text, code):
