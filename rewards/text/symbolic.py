@@ -35,6 +35,7 @@ _ASSIGNED = re.compile(r"([A-Za-z](?:_\w|_\{\w+\})?)=(?!=)")
 _NAMED = re.compile(rf"(?:{_ASSIGNED.pattern}|{_PREFIX.pattern})")
 _NUMBERS = re.compile(r"\\(?:frac|infty|pi|sqrt|cdot|times)(?![A-Za-z])")
 _UNIT = re.compile(r"[^A-Za-z]*\d[^A-Za-z]*([A-Za-z]+)")
+_IN_BASE = re.compile(r"[-+]?[\dA-Z.,]+_\{?(\d+)\}?")
 _ALONE = re.compile(r"(?<![A-Za-z])[A-Za-z](?![A-Za-z])")
 _HUGE = re.compile(
     r"\^\{?[-+]?\d{5}|\^\w\^|\^\{[^{}]*\^\{[^{}]*\^|\d{5}\)?!|!\)?!|binom\{?\d{5}|\([^()]*[A-Za-z][^()]*\)\^\{?\d{3}"
@@ -70,7 +71,8 @@ def _is_costly(text: str) -> bool:
 def _may_be_equal(answer: str, truth: str) -> bool:
     """Rule out differences that math-verify overlooks.
 
-    These are a variable on one side only, other units, the case of letters, percent signs, brackets, and names.
+    These are a variable on one side only, other units, the case of letters, percent signs, brackets, names, and bases
+    of numbers.
     """
     bare = [_COMMAND.sub(" ", text) for text in (answer, truth)]
     letters = [set(re.findall(r"[A-Za-z]", text)) for text in bare]
@@ -85,6 +87,9 @@ def _may_be_equal(answer: str, truth: str) -> bool:
             return False
     units = [_UNIT.fullmatch(text) for text in bare]
     if units[0] and units[1] and not _same_unit(units[0][1], units[1][1]):
+        return False
+    bases = [_IN_BASE.fullmatch(text) for text in (answer, truth)]
+    if bases[0] and bases[1] and bases[0][1] != bases[1][1]:
         return False
     if ("%" in answer) != ("%" in truth):
         return False

@@ -30,7 +30,7 @@ MATHS = [
     *[(r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{bmatrix}1&2\\3&4\end{bmatrix}"), ("3+4i", "4i+3")],
     *[(r"\text{(A)}", "A"), ("x>2", "2<x"), (r"2\pi r", r"2r\pi")],
     *[(r"x=3\text{ or }x=-3", r"x=-3\text{ or }x=3"), (r"5\text{ m}", r"5\text{ meters}")],
-    (r"\sqrt{2}+\sqrt{3}", r"\sqrt{5+2\sqrt{6}}"),
+    *[(r"\sqrt{2}+\sqrt{3}", r"\sqrt{5+2\sqrt{6}}"), ("101_2", "101_{2}"), ("x_2+x_1", "x_1+x_2")],
 ]
 """Equal where math-verify is installed."""
 DIFFERENT = [
@@ -45,6 +45,7 @@ DIFFERENT = [
     *[("3+4i", "3-4i"), (r"\begin{pmatrix}1&2\end{pmatrix}", r"\begin{pmatrix}2&1\end{pmatrix}")],
     *[("100 cm", "1"), ("1 2", "12"), ("1e999", "1e998"), (r"\sqrt{2}", "1.41421356237"), ("4, 5", "(4,5)")],
     *[(r"3\ 4", "34"), ("3~4", "34"), (r"\leftarrow", r"\rightarrow"), ("4", "4t"), (r"(\pi,3)", r"[\pi,3]")],
+    *[("2516_9", "2516_8"), ("101_{2}", "101_3"), ("11_2", "11_{10}"), ("1A_{16}", r"1A_{12}")],
 ]
 
 
