@@ -16,6 +16,7 @@ from visalign.errors import UserError
 ASKED, RIGHT, WRONG = (
     {"role": role, "content": text} for role, text in zip(["user", *["assistant"] * 2], "?ab", strict=True)
 )
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 GSM8K = [{"question": f"{n} + 1?", "answer": f"{n + 1}\n#### {n + 1}"} for n in range(3)]
 
 
@@ -52,6 +53,7 @@ def test_prompts_may_be_conversations_for_language_models_alone(tmp_path):
     "row",
     [
         {"messages": [ASKED, RIGHT]},
+        {"messages": [ASKED, RIGHT, {"role": "user", "content": "thanks!"}]},
         {"prompt": [ASKED], "completion": [RIGHT]},
         {"prompt": [ASKED], "completion": "a"},
         {"question": [ASKED], "solution": [RIGHT]},
@@ -61,6 +63,21 @@ def test_demonstrations_as_trl_has_them(tmp_path, row):
     path = write(tmp_path / "rows.jsonl", [row])
     record = load_demonstrations(path, names={"prompt": "question"} if "question" in row else {})[0]
     assert (record["prompt"], record["completion"]) == ([ASKED], "a")
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ({"role": "user", "content": "Write a poem"}, r"line 2 has 2 messages, and none is the assistant's"),
+        ({**RIGHT, "content": " "}, "line 2: the message .* is no answer to learn"),
+        ({**RIGHT, "content": "Wait.", "tool_calls": [CALL]}, "line 2: the message .* is no answer to learn"),
+        ({"role": "assistant", "content": None, "tool_calls": [CALL]}, "line 2: the message .* is no answer to learn"),
+    ],
+)
+def test_only_words_of_the_assistant_are_demonstrations(tmp_path, answer, message):
+    rows = [{"messages": [ASKED, RIGHT]}, {"messages": [{"role": "system", "content": "Be brief."}, answer]}]
+    with pytest.raises(UserError, match=message):
+        load_demonstrations(write(tmp_path / "rows.jsonl", rows))
 
 
 @pytest.mark.parametrize(

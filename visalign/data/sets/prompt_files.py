@@ -256,14 +256,15 @@ def load_demonstrations(
 
     A prompt is a text, or a conversation: a list of messages with "role" and "content". The completion is in
     the field; None is the first of `COMPLETIONS` that a record has. It is a text, or a list of one message. Of a
-    record with "messages" (or ShareGPT's "conversations") and no prompt the last message is the completion.
+    record with "messages" (or ShareGPT's "conversations") and no prompt the assistant's last message is the
+    completion; messages behind it are left out.
     """
     table, name = find_table(path), f"file of demonstrations '{path}'"
     if table.suffix.lower() not in READERS or not table.is_file():
         raise UserError(f"there is no {name}; give a {', '.join(READERS)} file, or {FORMS}.")
     records = []
     for where, _, row in _records(table, f"'{path}'"):
-        record = _check_prompt(where, _split_messages(row), names or {}, chat=True, example=EXAMPLE)
+        record = _check_prompt(where, _answered(row, where), names or {}, chat=True, example=EXAMPLE)
         records.append(with_completion(record, where, field))
     if not records:
         raise UserError(f"{name} has no record; it needs at least one line such as {EXAMPLE}.")
@@ -273,7 +274,14 @@ def load_demonstrations(
 def with_completion(record: Mapping[str, Any], where: str, field: str | None = None) -> Record:
     """Move a record's completion to "completion", with its tool spans; `where` starts the message if it has none."""
     name = field or next((name for name in COMPLETIONS if name in record), COMPLETION)
-    if isinstance(text := message_text(record.get(name)), str):
+    text = message_text(value := record.get(name))
+    is_blank = text is None or (isinstance(text, str) and not text.strip())
+    if text is not value and (is_blank or value[0].get("tool_calls") or not _is_answer(value[0])):
+        raise UserError(
+            f"{where}: the message {excerpt(value[0])} is no answer to learn. It must be the assistant's, have text and "
+            "call no tool. Add such a message behind it, or remove the record."
+        )
+    if isinstance(text, str):
         record = {**record, name: text}
         return with_answer(record, COMPLETION, record, name)
     raise UserError(
@@ -356,25 +364,39 @@ def message_text(value: Any) -> Any:
 
 def _asked(record: Record) -> Record:
     """Take the conversation of a record without a prompt as its prompt; the assistant's last message is "answer"."""
-    split = _split_messages(record)
-    if split is record:
+    fields, messages = _split_messages(record)
+    if not messages:
         return record
-    (last,) = split.pop(COMPLETION)
-    if not isinstance(last, dict) or last.get("role") != "assistant":
-        return {**split, "prompt": [*split["prompt"], last]}
-    return {"answer": last.get("content"), **split}
+    answer = {"answer": messages.pop().get("content")} if _is_answer(messages[-1]) else {}
+    return {**answer, **fields, "prompt": messages}
 
 
-def _split_messages(record: Record) -> Record:
-    """Split the conversation of a record without a prompt into the prompt and the answer that ends it."""
-    if "prompt" in record:
-        return record
+def _answered(record: Record, where: str) -> Record:
+    """Split the conversation of a record without a prompt at the assistant's last message, the completion."""
+    fields, messages = _split_messages(record)
+    last = next((index for index in reversed(range(len(messages))) if _is_answer(messages[index])), None)
+    if last is not None:
+        return {**fields, "prompt": messages[:last], COMPLETION: [messages[last]]}
+    if messages:
+        raise UserError(
+            f"{where} has {len(messages)} messages, and none is the assistant's, which training would learn. Add "
+            '{"role": "assistant", "content": "…"}, or remove the record.'
+        )
+    return record
+
+
+def _is_answer(message: Any) -> bool:
+    return isinstance(message, dict) and message.get("role") == "assistant"
+
+
+def _split_messages(record: Record) -> tuple[Record, list[Any]]:
+    """Split a record without a prompt into its other fields and its conversation; no messages where it has none."""
     name = next((name for name in ("messages", "conversations") if _parse_text(record.get(name))), None)
-    messages = _parse_text(record[name]) if name else None
-    if not isinstance(messages, list) or not messages:
-        return record
-    *prompt, completion = [_sharegpt_message(message) for message in messages]
-    return {key: record[key] for key in record if key != name} | {"prompt": prompt, COMPLETION: [completion]}
+    messages = _parse_text(record[name]) if name and "prompt" not in record else None
+    if not isinstance(messages, list):
+        return record, []
+    fields = {key: value for key, value in record.items() if key != name}
+    return fields, [_sharegpt_message(message) for message in messages]
 
 
 def _sharegpt_message(message: Any) -> Any:
