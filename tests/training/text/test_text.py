@@ -89,10 +89,22 @@ def test_a_failed_completion_counts_nowhere_whatever_its_number(algorithm, tmp_p
 
 def test_prompts_that_are_too_long_are_left_out_and_blamed_on_nobody(tmp_path):
     policy = toy_policy(max_prompt_tokens=3, long_prompts="mask")
-    trainer = toy_text_trainer(tmp_path, policy=policy, run={"iterations": 1})
+    prompts: list[Any] = []
+
+    class Parts(Letters):
+        def score(self, completions: Any, prompts_: Any, metadata: Any = None) -> Scores:
+            prompts.extend(prompts_)
+            scores = super().score(completions, prompts_, metadata)
+            return replace(scores, parts={"share": scores.value})
+
+    trainer = toy_text_trainer(tmp_path, policy=policy, run={"iterations": 1}, reward=Parts())
     records = [trainer.iterate() for _ in range(3)]
     assert min(record["valid_share"] for record in records) < 1  # "d e f" and "k l m" have five tokens
+    assert prompts and not {"d e f", "k l m"} & set(prompts)
     assert all(record["updates"] > 0 for record in records)
+    assert all(record["reward_part/share"] == pytest.approx(record["reward_mean"]) for record in records)
+    first = records[0]
+    assert first["length_mean"] * first["valid_share"] * first["samples"] == pytest.approx(first["tokens"])
 
 
 def test_remax_compares_with_the_greedy_completion_to_the_same_record(tmp_path):

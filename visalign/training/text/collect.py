@@ -23,7 +23,14 @@ from visalign.text import TextRollout, ToolTrace, join_rollouts
 from visalign.text.tool_calls import without_failed
 from visalign.training.loop.algorithm import Collected
 from visalign.training.loop.dynamic_groups import DynamicGroups
-from visalign.training.loop.judging import check_failures, concatenate_scores, reward_columns, score_metrics
+from visalign.training.loop.judging import (
+    RewardScorer,
+    check_failures,
+    concatenate_scores,
+    reward_columns,
+    score_metrics,
+    spread_scores,
+)
 from visalign.training.loop.processes import Shares
 from visalign.training.loop.runtime import PhaseClock
 from visalign.training.loop.sampler import PromptSampler
@@ -35,6 +42,7 @@ from .self_imitation import Replay
 from .trajectories import answer_labels, build_trajectories, engine_gap
 
 TOOLS = "tools/"  # Prefix of the columns of `ToolTrace` counts, whose means are logged
+TOO_LONG = "prompt too long"  # Stop reason of samples that are neither scored nor counted as failures
 
 
 @dataclass(kw_only=True)
@@ -70,7 +78,8 @@ class _Scored:
     reward: Tensor  # [B], or [B, M] where the objective normalises the terms one by one
     valid: Tensor  # bool [B]
     columns: Mapping[str, Tensor]
-    """name -> [B] float64: value, length, truncated, entropy (summed over tokens), and part/NAME."""
+    """name -> [B] float64: value, length, truncated, entropy (summed over tokens), and part/NAME; NaN where the prompt
+    was too long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +111,7 @@ def sample_completions(parts: TextParts, sampler: PromptSampler, number: int, cl
                 group=batch.group_id[index][::repeats].tolist(),
             )
         with clock.phase("reward"):
-            scores.append(parts.scorer.submit(list(rollout.text), records))
+            scores.append(_submit(parts.scorer, rollout, records))
         rollouts.append(rollout)
         all_records += records
     return PendingRound(
@@ -112,6 +121,20 @@ def sample_completions(parts: TextParts, sampler: PromptSampler, number: int, cl
         group=batch.group_id.tolist(),
         scores=scores,
     )
+
+
+def _submit(scorer: RewardScorer, rollout: TextRollout, records: Records) -> Callable[[], Scores]:
+    """Submit a chunk without the samples whose prompts were too long, if it has others."""
+    rows = _fits(rollout).nonzero()[:, 0].tolist()
+    if len(rows) in (0, len(rollout)):
+        return scorer.submit(list(rollout.text), records)
+    wait = scorer.submit([rollout.text[i] for i in rows], [records[i] for i in rows])
+    return lambda: spread_scores(wait(), rows, len(rollout), TOO_LONG)
+
+
+def _fits(rollout: TextRollout) -> Tensor:
+    """bool [b], False where the prompt was too long to be completed."""
+    return torch.tensor([reason != TOO_LONG for reason in rollout.stop_reason], dtype=torch.bool)
 
 
 def collect(
@@ -138,7 +161,7 @@ def collect(
     metrics = _metrics(parts.reward, rounds)
     if groups is not None:
         metrics |= groups.metrics()
-    tokens = int(sum(float(scored.columns["length"].sum()) for scored in rounds))
+    tokens = int(sum(float(scored.columns["length"].nansum()) for scored in rounds))
     samples = sum(len(scored.group) for scored in rounds)
     experience = None
     if selected is not None:
@@ -156,25 +179,29 @@ def _score(parts: TextParts, pending: PendingRound, clock: PhaseClock) -> _Round
     rollout, shares = pending.rollout, pending.shares
     with clock.phase("reward"):
         scores = without_failed(concatenate_scores([wait() for wait in pending.scores]), rollout)
-    length = rollout.loss_mask.sum(1)
+    length, fits = rollout.loss_mask.sum(1), _fits(rollout)
+    of_completions = {
+        "value": scores.value,
+        "length": length,
+        "truncated": rollout.truncated,
+        "entropy": (rollout.entropy * rollout.loss_mask).sum(1),
+        **({} if rollout.tools is None else tool_columns(rollout.tools)),
+        **({} if scores.std is None else {"part/std": scores.std}),
+        **{f"part/{name}": part for name, part in scores.parts.items()},
+    }
     columns = shares.table(
         {
-            "value": scores.value,
             "valid": scores.valid.cpu() & scores.value.isfinite().cpu() & rollout.generated,
-            # a prompt that was too long is no failure of the reward
-            "skipped": torch.tensor([reason == "prompt too long" for reason in rollout.stop_reason]),
-            "length": length,
+            "skipped": ~fits,
             # tool answers count in the width and not in the length
             "width": torch.full_like(length, rollout.loss_mask.shape[1]),
-            "truncated": rollout.truncated,
-            "entropy": (rollout.entropy * rollout.loss_mask).sum(1),
-            **({} if rollout.tools is None else tool_columns(rollout.tools)),
-            **({} if scores.std is None else {"part/std": scores.std}),
-            **{f"part/{name}": part for name, part in scores.parts.items()},
+            **{name: torch.where(fits, column.cpu(), torch.nan) for name, column in of_completions.items()},
         }
     )
     valid, skipped = columns.pop("valid") != 0, columns.pop("skipped") != 0
-    check_failures(scores, valid | skipped, parts.rollout.max_failure_rate, parts.reward.name)
+    # a prompt that was too long is no failure of the reward
+    judged = replace(scores, valid=scores.valid.cpu() | ~fits)
+    check_failures(judged, valid | skipped, parts.rollout.max_failure_rate, parts.reward.name)
     width = int(columns.pop("width").max())
     reward = columns["value"].float()
     if parts.objective.advantage in MATRIX_ADVANTAGES:
@@ -272,18 +299,19 @@ def _metrics(reward: Any, rounds: Sequence[_Round]) -> dict[str, float]:
     }
     valid = torch.cat([scored.valid for scored in rounds])
     length = columns["length"]
+    fits = length.isfinite()
     group = torch.tensor([label for scored in rounds for label in scored.group])
     parts = {name.removeprefix("part/"): part for name, part in columns.items() if name.startswith("part/")}
     answers = [scored.answer for scored in rounds if scored.answer is not None]
     return {
-        **{name: float(column.mean()) for name, column in columns.items() if name.startswith(TOOLS)},
+        **{name: float(column.nanmean()) for name, column in columns.items() if name.startswith(TOOLS)},
         **score_metrics(reward, columns["value"], valid, group, parts),
         "diversity": fmean(distinct_pairs(scored.tokens, torch.tensor(scored.group)) for scored in rounds),
         "repetition": float(torch.cat([repetition(scored.tokens) for scored in rounds]).nanmean()),
-        "length_mean": float(length.mean()),
-        "truncated_share": float(columns["truncated"].mean()),
+        "length_mean": float(length.nanmean()),
+        "truncated_share": float(columns["truncated"].nanmean()),
         **policy_entropy(columns["entropy"], length),
-        **(answer_entropy(torch.cat(answers), group.tolist()) if answers else {}),
+        **(answer_entropy(torch.cat(answers)[fits], group[fits].tolist()) if answers and fits.any() else {}),
     }
 
 
