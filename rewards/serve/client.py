@@ -20,6 +20,7 @@ import httpx
 
 from visalign.interfaces import Metadata, Preferences, RewardCapabilities, Scores
 from visalign.rewards.base.contract import (
+    GROUP_KEY,
     RewardError,
     answer_of,
     check_counts,
@@ -111,12 +112,14 @@ class RemoteReward:
             seconds = timeout or float(about["limits"]["timeout"]) + 30.0
             server.client.timeout = httpx.Timeout(seconds, connect=min(seconds, _CONNECT_SECONDS))
         self._limits = {name: min(int(about["limits"][name]) for about in abouts) for name in _LIMITS}
-        self._max_rows = min(batch_size or self._limits["max_batch"], self._limits["max_rows"])
         self.name, self.unit = str(card["name"]), str(card.get("unit", ""))
         low, high = card.get("range", ("-inf", "inf"))
         self.range = (float(low), float(high))
         self.higher_is_better = bool(card.get("higher_is_better", True))
-        self.capabilities = RewardCapabilities(needs_group=bool(card.get("needs_group")))
+        needs = {name: bool(card.get(name)) for name in ("needs_group", "needs_batch")}
+        self.capabilities, self._compares_images = RewardCapabilities(**needs), any(needs.values())
+        rows = self._limits["max_rows"] if self._compares_images else batch_size or self._limits["max_batch"]
+        self._max_rows = min(rows, self._limits["max_rows"])
         self.identity: Any = None
         if card.get("identity"):
             self.identity = Identity(judge=self.name, model="remote", weights=str(card["identity"]))
@@ -135,9 +138,18 @@ class RemoteReward:
     def _judge(self, path: str, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None) -> Any:
         request, rows, reasons = readable_rows(self.name, left, right, prompts, metadata)
         entries: list[Mapping[str, Any]] = [_failed_row(reason) for reason in reasons]
+        parts = [*self._split(request)]
+        groups = [group for part in parts for group in {_group(part, row) for row in range(len(part))}]
+        is_cut = self.capabilities.needs_batch or len(set(groups)) < len(groups)
+        if self._compares_images and len(parts) > 1 and is_cut:
+            raise RewardError(
+                f"{self.name!r} compares images with each other, and {len(request)} do not go to {self.url} together. "
+                f"Score at most {self._max_rows} at once, the images of a group in a row, or start the server with "
+                "more --memory or --max-pixels."
+            )
         pool = ThreadPoolExecutor(_CONCURRENT_REQUESTS * len(self._servers))
         try:
-            answers = pool.map(lambda part: self._request(path, part), self._split(request))
+            answers = pool.map(lambda part: self._request(path, part), parts)
             for row, entry in zip(rows, chain.from_iterable(answers), strict=True):
                 entries[row] = entry
         finally:
@@ -145,8 +157,12 @@ class RemoteReward:
         return answer_of(entries, self.unit if right is None else None)
 
     def _split(self, request: JudgeRequest) -> Iterator[JudgeRequest]:
-        """Split a request by the servers' limits; a row that is too large is its own request."""
-        limits, bounds, pixels, header = self._limits, [0], 0, 0
+        """Split a request by the servers' limits, before a group that would be cut if the judge compares its images.
+
+        A row that is too large is its own request.
+        """
+        limits, bounds, start, pixels, header = self._limits, [0], 0, 0, 0
+        areas, lengths = list[int](), list[int]()
         for row, (prompt, record) in enumerate(zip(request.prompts, request.metadata, strict=True)):
             images = [side[row] for side in (request.images, request.right) if side is not None]
             area = sum(image.shape[1] * image.shape[2] for image in images)
@@ -154,19 +170,23 @@ class RemoteReward:
                 area = limits["max_pixels"] + 1
             # text is JSON within JSON, and each image has its shape in the header
             length = len(json.dumps(json.dumps([prompt, record], default=str))) + 120 * len(images)
+            areas.append(area)
+            lengths.append(length)
+            if not self._compares_images or row == 0 or _group(request, row) != _group(request, row - 1):
+                start = row
             is_large = pixels + area > limits["max_pixels"] or header + length > limits["max_header"]
             if row > bounds[-1] and (is_large or row - bounds[-1] >= self._max_rows):
-                bounds.append(row)
-                pixels = header = 0
+                bounds.append(start if start > bounds[-1] else row)
+                pixels, header = sum(areas[bounds[-1] : row]), sum(lengths[bounds[-1] : row])
             pixels, header = pixels + area, header + length
-        for start, end in zip(bounds, [*bounds[1:], len(request)], strict=True):
-            if start < end:
+        for first, end in zip(bounds, [*bounds[1:], len(request)], strict=True):
+            if first < end:
                 yield replace(
                     request,
-                    images=request.images[start:end],
-                    prompts=request.prompts[start:end],
-                    metadata=request.metadata[start:end],
-                    right=request.right and request.right[start:end],
+                    images=request.images[first:end],
+                    prompts=request.prompts[first:end],
+                    metadata=request.metadata[first:end],
+                    right=request.right and request.right[first:end],
                 )
 
     def _read_health(self, server: _Server) -> Mapping[str, Any]:
@@ -275,6 +295,10 @@ def readable_rows(
         right=None if right is None else [row[1] for row in levels],
     )
     return readable, rows, reasons
+
+
+def _group(request: JudgeRequest, row: int) -> Any:
+    return (request.metadata[row] or {}).get(GROUP_KEY)
 
 
 def _failed_row(reason: str | None) -> dict[str, Any]:

@@ -200,6 +200,7 @@ def judge_card(judge: Any) -> dict[str, Any]:
         "model": None if identity is None else identity.model,
         "revision": None if identity is None else identity.revision or None,
         "needs_group": judge.capabilities.needs_group,
+        "needs_batch": judge.capabilities.needs_batch,
     }
     if isinstance(judge, PointwiseReward):
         card |= {

@@ -18,11 +18,11 @@ from safetensors.torch import load, save
 from tests.support.servers.rewards import HABITS, LEVELS, Habits, Pairs, app_of, serving
 from tests.support.servers.rewards import judge_request as request
 from visalign.errors import UserError
-from visalign.interfaces import Scores
+from visalign.interfaces import RewardCapabilities, Scores
 from visalign.pipelines.serve_reward import serve_reward
 from visalign.pipelines.shared.reward_options import parse_options
 from visalign.rewards import check_reward, load_reward
-from visalign.rewards.base.contract import RewardError
+from visalign.rewards.base.contract import RewardError, make_scores, read_request
 from visalign.rewards.serve.client import RemoteReward
 from visalign.rewards.serve.limits import RequestLimits
 from visalign.rewards.serve.server import judge_server
@@ -311,3 +311,30 @@ def test_an_address_that_is_taken_is_refused_before_the_judge_is_loaded(monkeypa
     monkeypatch.setenv("TOKEN", "sesame")
     with pytest.raises(UserError, match=r"Nothing can listen on 192\.0\.2\.1"):  # an address of nobody
         serve_reward("no-such-judge", host="192.0.2.1", token_env="TOKEN")
+
+
+class Groups:
+    """The mean level over that of the image's group."""
+
+    name, unit, range, higher_is_better = "groups", "levels", (-1e4, 1e4), True
+    capabilities = RewardCapabilities(needs_group=True)
+
+    def score(self, images: Any, prompts: Any, metadata: Any = None) -> Scores:
+        request = read_request(self.name, images, prompts, metadata)
+        means = torch.stack([image.mean() for image in request.images.images])
+        groups = torch.tensor([record["group_id"] for record in metadata])
+        of_group = (groups[:, None] == groups).float() @ means
+        return make_scores(means / of_group, [None] * len(means), self.unit)
+
+
+def test_groups_stay_whole_and_apart_from_those_of_other_clients():
+    records = [{"group_id": n // 3} for n in range(9)]
+    local = Groups().score(LEVELS, ["p"] * 9, records)
+    limits = RequestLimits(max_rows=4)  # one group of three in a request
+    with serving(app_of(Groups(), limits=limits, max_wait=0.2)) as url, ThreadPoolExecutor(3) as pool:
+        clients = [RemoteReward(url) for _ in range(3)]
+        answers = list(pool.map(lambda client: client.score(LEVELS, ["p"] * 9, records), clients))
+        with pytest.raises(RewardError, match="compares images with each other, and 9 do not go"):
+            clients[0].score(LEVELS, ["p"] * 9, [{"group_id": n % 3} for n in range(9)])
+    assert all(torch.allclose(answer.value, local.value) for answer in answers)
+    assert local.value.std() > 0.01
