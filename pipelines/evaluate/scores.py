@@ -23,7 +23,7 @@ from visalign.evaluation.rewards.pair_scores import PairScores, from_probabiliti
 from visalign.evaluation.rewards.quality import QualityScores, from_values
 from visalign.interfaces import PairwiseReward, PointwiseReward
 from visalign.pipelines.score.log import Logged, ScoreLog, score_key
-from visalign.pipelines.score.score import MISSING, finite_or_none, read_number
+from visalign.pipelines.score.score import MISSING, check_batch_size, finite_or_none, read_number
 from visalign.rewards.base.ahead import decode_ahead
 from visalign.rewards.base.contract import RewardError, check_answer
 from visalign.rewards.base.failure import FailureAlarm, failure_reasons
@@ -95,6 +95,7 @@ def _ask(
     alarm = FailureAlarm(reward.name, max_failure_rate, min_samples=50)
     keys = [tuple(score_key(*request) for request in row) for row in rows]
     distinct = dict(zip(chain(*keys), chain(*rows), strict=True))
+    check_batch_size(reward.name, reward, len(distinct), batch_size)
     with ExitStack() as stack:
         scores = stack.enter_context(closing(ScoreLog(log, {reward.name: reward}, Logged)))
         answers = {key: entry for key in distinct if (entry := scores.get(key)) is not None}

@@ -53,6 +53,15 @@ def takes_clips(reward: Any) -> bool:
     return with_capabilities(reward).capabilities.takes_clips
 
 
+def check_batch_size(name: str, reward: Any, count: int, batch_size: int) -> None:
+    """Refuse a reward that scores the images of a batch against each other where one batch does not hold all."""
+    if count > batch_size and with_capabilities(reward).capabilities.needs_batch:
+        raise UserError(
+            f"{name} scores the images of a batch against each other, and {count} images are more than one batch of "
+            f"{batch_size}. Set --batch-size {count}."
+        )
+
+
 def score_rows(
     table: Sequence[ImageRow],
     rewards: Mapping[str, PointwiseReward],
@@ -66,6 +75,8 @@ def score_rows(
     `batch_size` bounds memory alone; `on_batch` gets the images of each finished batch. Scores in `store` are kept.
     Batches are four times as large where images are decoded ahead: a GPU has nothing to do between two.
     """
+    for label, reward in rewards.items():
+        check_batch_size(label, reward, len(table), batch_size)
     batch_size *= 4 if any(map(takes_decoded, rewards.values())) and worker_count(len(table)) else 1
 
     def open_new(row: ImageRow) -> Any:

@@ -18,7 +18,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from visalign.errors import UserError
-from visalign.interfaces import Scores
+from visalign.interfaces import RewardCapabilities, Scores
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.score.image_rows import ImageRow, find_images, image_rows
 from visalign.pipelines.score.log import ScoreLog, partial_path
@@ -35,6 +35,7 @@ class Light:
 
     name, unit, range, higher_is_better = "light", "level", (0.0, 1.0), True
     stop_after: int | None = None
+    capabilities = RewardCapabilities()
     seen: Sequence[str] = ()
 
     def __init__(self, version: int = 1) -> None:
@@ -110,6 +111,14 @@ def test_images_inside_a_parquet_table(light: Light) -> None:
     write("t.parquet", {"image": {"bytes": content, "path": "x.png"}, "prompt": "two"})
     rows = json.loads(visalign("t.parquet", "-r", "light", "-f", "json").stdout)
     assert rows[0]["value"] == pytest.approx(0.4) and rows[0]["image"] == "parquet://t.parquet#image#0"
+
+
+def test_a_reward_of_the_whole_batch_is_not_cut_into_batches(light: Light) -> None:
+    light.capabilities = RewardCapabilities(needs_batch=True)
+    write("t.jsonl", *({"image": f"images/{k}.png", "prompt": str(k)} for k in (0, 2, 4)))
+    output = " ".join(visalign("t.jsonl", "-r", "light", "--batch-size", "2").output.split())
+    assert "3 images are more than one batch of 2. Set --batch-size 3" in output
+    assert visalign("t.jsonl", "-r", "light", "--batch-size", "3").exit_code == 0
 
 
 def test_records_reach_the_reward(light: Light) -> None:
