@@ -38,7 +38,7 @@ Scores = Annotated[
         help="Scores in a column NAME, or NAME_left and NAME_right; NAME=COLUMN, NAME=LEFT,RIGHT; repeat.",
     ),
 ]
-Prompt = Annotated[str | None, Option("--prompt", "-p", help="Prompt for images that do not come with one.")]
+Prompt = Annotated[str | None, Option("--prompt", "-p", help="Prompt of all images; in a table, of rows without one.")]
 LabelOptions = Annotated[Repeated, Option("--option", help="LABEL.NAME=VALUE for a reward; repeat for several.")]
 Options = Annotated[Repeated, Option("--option", help="NAME=VALUE for the reward; repeat for several.")]
 Cache = Annotated[Path | None, Option("--cache", help="Folder of cached scores, reused by later commands.")]

@@ -103,7 +103,8 @@ def image_rows(
     """Read images with their prompts from image files, folders, clips and tables.
 
     Prompts lie next to images (`cat.png`, `cat.txt`; a clip's frames in `roll`, `roll.txt`), or in GenEval's layout.
-    Tables have the columns image, prompt, metadata under `names` (ours -> theirs); `prompt` is that of images without.
+    Tables have the columns image, prompt, metadata under `names` (ours -> theirs). `prompt` is that of all images, in
+    tables of rows without one.
     """
     rows, files = list[ImageRow](), list[Path]()
     for item in map(find_table, items):
