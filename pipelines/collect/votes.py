@@ -198,7 +198,9 @@ def _completions(pair: PreferencePair) -> dict[str, Any]:
     swap = pair.label < 0.5
     row = (pair.swapped() if swap else pair).to_row()
     share, chosen, rejected = row.pop("label"), *(row.pop(f"image_{s}").removeprefix(TEXT) for s in ("left", "right"))
-    probs = [1 - a["prob"] if swap else a["prob"] for a in row.pop("answers", ()) if "prob" in a]
+    answers = [dict(answer) for answer in row.pop("answers", ())]
+    probs = [1 - a.pop("prob") if swap else a.pop("prob") for a in answers if "prob" in a]
+    row |= {"answers": rest} if (rest := [answer for answer in answers if answer.keys() - {"annotator"}]) else {}
     texts = {"prompt": text_prompt(row["prompt"]), "chosen": chosen, "rejected": rejected, "share": share}
     return row | texts | ({"prob": fmean(probs)} if probs else {})
 
