@@ -112,8 +112,8 @@ def evaluate(
     reads = {"has_images": bool(judges or join), "needs_prompt": any_needs_prompt(judges)}  # columns open no image
     table = replace(table or Columns(), **reads)
     records = load_source(source, split=split, limit=limit, columns=table)
-    for path in join:
-        records = join_scores(records, path)
+    if join:
+        records = join_scores(records, *join)
     records, findings = _checked(records, judges, swap_sides=swap_sides, keep_duplicates=keep_duplicates)
     chosen = reward_options(options, list(judges))
     findings += _trained_on(records, {n: str(o["model"]) for n, o in chosen.items() if "model" in o})

@@ -173,7 +173,8 @@ def file_pairs(
         truth = pair.label if pair.label == 0.5 else float(pair.label > 0.5)
         weight = 1.0 if weights is None else weights[number]
         step = _iteration(pair.extra.get("iteration", 0.0), where) if with_iteration else 0.0
-        values = {"label": pair.label, "truth": truth, "votes": pair.votes, "weight": weight}
+        values = {"label": pair.label, "truth": truth, "weight": weight}
+        values["votes"] = None if pair.label_against_votes else pair.votes
         labels.append(Example(prompt=pair.prompt, iteration=step, **values))
         if triples_in is not None and pair.label != 0.5 and pair.extra.get("image_refined"):
             better = pair.image_left if pair.label > 0.5 else pair.image_right

@@ -85,7 +85,7 @@ def test_scores_are_joined_by_image(tmp_path: Path) -> None:
     long = "image,reward,value,unit,std\nim/0.png,a,0.5,x,\nim/9.png,a,0.25,x,0.1\n"
     long += "im/0.png,b,1,x,\nim/9.png,b,2,x,\n"
     (tmp_path / "long.csv").write_text(long)
-    with pytest.warns(UserWarning, match="scores for 1 of 3 records"):
+    with pytest.warns(UserWarning, match="some of the 3 records of 'set': a of 1, b of 1"):
         some = join_scores(dataset, tmp_path / "long.csv")
     assert isinstance(some, PreferenceSet)
     scores = {"a_left": "0.5", "b_left": "1", "a_right": "0.25", "b_right": "2", "a_std_right": "0.1"}
@@ -93,3 +93,36 @@ def test_scores_are_joined_by_image(tmp_path: Path) -> None:
     (tmp_path / "none.csv").write_text("image,good\nother.png,1\n")
     with pytest.raises(UserError, match="None of the images of 'set' is in"):
         join_scores(dataset, tmp_path / "none.csv")
+
+
+def test_scores_of_two_tables_are_joined_by_path_where_files_have_one_name(tmp_path: Path) -> None:
+    (tmp_path / "set.csv").write_text("prompt,image_left,image_right,label\np,m1/0.png,m2/0.png,left\n")
+    for model, value in (("m1", 1), ("m2", 2)):
+        (tmp_path / f"{model}.csv").write_text(f"image,reward,value\n{model}/0.png,r,{value}\n")
+    dataset = load_preferences(tmp_path / "set.csv")
+    both = join_scores(dataset, tmp_path / "m1.csv", tmp_path / "m2.csv")
+    assert isinstance(both, PreferenceSet) and both.pairs[0].extra == {"r_left": "1", "r_right": "2"}
+    with pytest.warns(UserWarning, match="r of 0"):
+        half = join_scores(dataset, tmp_path / "m1.csv")
+    assert isinstance(half, PreferenceSet) and half.pairs[0].extra == {"r_left": "1"}
+
+
+def test_scores_of_an_image_under_several_prompts_are_joined_by_prompt(tmp_path: Path) -> None:
+    rows = "".join(f"{prompt},a.png,b.png,left\n" for prompt in ("p", "q"))
+    (tmp_path / "set.csv").write_text(f"prompt,image_left,image_right,label\n{rows}")
+    scores = "".join(
+        f"{i}.png,{p},r,{v}\n" for i, p, v in (("a", "p", 1), ("a", "q", 2), ("b", "p", 3), ("b", "q", 4))
+    )
+    (tmp_path / "scores.csv").write_text(f"image,prompt,reward,value\n{scores}")
+    joined = join_scores(load_preferences(tmp_path / "set.csv"), tmp_path / "scores.csv")
+    assert isinstance(joined, PreferenceSet)
+    assert [(p.extra["r_left"], p.extra["r_right"]) for p in joined.pairs] == [("1", "3"), ("2", "4")]
+
+
+def test_scores_of_chosen_and_rejected_follow_their_sides(tmp_path: Path) -> None:
+    rows = [{"prompt": f"p{k}", "chosen": f"yes {k}", "rejected": f"no {k}", "good": 8, "bad": 3} for k in range(20)]
+    (tmp_path / "set.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    names = {"r_left": "good", "r_right": "bad"}
+    pairs = load_preferences(tmp_path / "set.jsonl", columns=Columns(names=names)).pairs
+    assert {pair.label for pair in pairs} == {0.0, 1.0}
+    assert all((pair.extra["r_left"] > pair.extra["r_right"]) == (pair.label == 1.0) for pair in pairs)

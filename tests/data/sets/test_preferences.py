@@ -172,6 +172,18 @@ def test_rows_without_a_name_are_votes_and_tallies_repeat() -> None:
     assert [pair.votes for pair in single.pairs] == [None, (1, 0, 0)] and not none
 
 
+def test_shares_of_annotators_are_averaged_and_are_no_votes() -> None:
+    rows = (BASE | {"label": label, "annotator": name} for label, name in ((0.62, "a"), (0.3, "b")))
+    (pair,) = summed_votes(pairs_of(*rows))[0].pairs
+    assert (pair.label, pair.votes) == (pytest.approx(0.46), None)
+
+
+def test_votes_for_another_side_than_the_label_are_reported() -> None:
+    rows = pairs_of(BASE | {"label": 1.0, "votes": (1, 4, 0)}, MIRRORED | {"label": 0.75, "votes": (3, 1, 0)})
+    (message,) = (f.message for f in check_preferences(rows, files=False) if f.kind == "label_against_votes")
+    assert message == "1 rows have votes for another side than their label, which counts: 1."
+
+
 def test_tables_of_votes_are_read_and_written(tmp_path: Path) -> None:
     names = {"generator_left": "sd3", "generator_right": "flux"}
     rows = [row(annotator=7, **names), row(annotator=8, label="right", **names), row(model_left="1.5")]

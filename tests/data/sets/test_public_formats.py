@@ -221,6 +221,30 @@ def test_what_is_exported_is_read_again(tmp_path, write, answer):
     assert ours == [{**data, **answer}] * 2 and len({row["annotator"] for row in rows}) == 2
 
 
+def test_a_note_on_a_region_is_not_its_annotator(tmp_path):
+    note = {"from_name": "box", "value": {"rectanglelabels": ["fault"]}, "meta": {"text": ["blurry"]}}
+    choice = {"from_name": "label", "value": {"choices": ["left"]}}
+    annotations = [{"completed_by": user, "result": [note, choice]} for user in (1, 2)]
+    data = {"prompt": "p", "image_left": "a.png", "image_right": "b.png"}
+    (tmp_path / "export.json").write_text(json.dumps([{"data": data, "annotations": annotations}]))
+    assert [pair.annotator for pair in load_source(str(tmp_path / "export.json")).pairs] == ["1", "2"]
+
+
+def test_ratings_without_a_name_count_each(tmp_path):
+    (tmp_path / "r.csv").write_text("image,mos,annotator\na,1,\na,1,\na,1,\na,5,ann\nb,2,ann\n")
+    record = load_source(str(tmp_path / "r.csv")).records[0]
+    assert (record.mos, record.extra["ratings"]) == (2.0, 4)
+
+
+def test_an_empty_judgement_is_not_filled_from_another_column(tmp_path):
+    (tmp_path / "r.csv").write_text("image,mos,score\na,1,9\nb,,7\n")
+    with pytest.raises(UserError, match="Row 3 .* 'mos' is None"):
+        load_source(str(tmp_path / "r.csv"))
+    (tmp_path / "p.jsonl").write_text('{"image": "a", "rating": 1, "score": 9}\n{"image": "b", "score": 7}\n')
+    with pytest.raises(UserError, match="Row 2 .* 'mos' is None"):
+        load_source(str(tmp_path / "p.jsonl"))
+
+
 def test_tasks_without_annotations_are_refused(tmp_path):
     path = save(tmp_path / "a.json", [{"id": 1, "data": RATED[0], "annotations": []}])
     with pytest.raises(UserError, match=r"a.json' has 1 tasks and no submitted annotation.*Annotate some"):

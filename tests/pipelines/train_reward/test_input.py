@@ -99,6 +99,17 @@ def test_columns_of_other_names_and_labels_are_read_as_evaluate_reads_them(tmp_p
     assert "has no column 'a score', which --map mos=a score names" in " ".join(result.output.split())
 
 
+def test_votes_for_another_side_than_the_label_are_not_learnt(tmp_path, rows):
+    labelled = [row | {"label": label} for row, label in zip(rows, (0, 1, 0.5, 1), strict=True)]
+    examples = prepare_reward(_config(tmp_path, labelled)).train
+    assert [(examples[n].label, examples[n].votes) for n in range(4)] == [
+        (0.0, None),
+        (1.0, (4, 2, 0)),
+        (0.5, None),
+        (1.0, (6, 2, 0)),
+    ]
+
+
 def test_prompts_with_changed_words_stand_for_the_given_ones(tmp_path, rows):
     for number, row in enumerate(rows):
         row["prompt"] = f"several yellow squares beside circle {number}"

@@ -51,7 +51,11 @@ def check_preferences(pairs: PreferenceSet, *, files: bool = True, judge_sees_si
             "holds the label."
         )
     itself = [pairs.row(i) for i, pair in enumerate(pairs.pairs) if pair.image_left == pair.image_right]
+    against = [pairs.row(i) for i, pair in enumerate(pairs.pairs) if pair.label_against_votes]
     findings = [*_one_side(pairs, judge_sees_sides), *_repeats(pairs)]
+    findings += _rows_finding(
+        "label_against_votes", against, "have votes for another side than their label, which counts"
+    )
     findings += _rows_finding("same_image", itself, "compare an image with itself")
     if tied:
         findings.append(Finding(kind="ties", count=tied, message=f"{tied} of {len(pairs)} labels are ties."))
@@ -162,10 +166,17 @@ def _sum_votes(rows: list[PreferencePair]) -> PreferencePair:
     """Sum rows of one pair with the same image on the left."""
     votes = [row.votes or (int(row.label > 0.5), int(row.label < 0.5), int(row.label == 0.5)) for row in rows]
     left, right, tie = (sum(column) for column in zip(*votes, strict=True))
+    are_shares = any(row.votes is None and row.label not in (0.0, 0.5, 1.0) for row in rows)  # no counts of votes
     share = sum(sum(v) * row.label for v, row in zip(votes, rows, strict=True)) / (left + right + tie)
     summed = [ballot for row in rows for ballot in row.ballots]
     ballots = [(row.annotator, row.label) for row in rows if row.annotator is not None]
-    return replace(rows[0], label=share, votes=(left, right, tie), annotator=None, ballots=(*summed, *ballots))
+    return replace(
+        rows[0],
+        label=share,
+        votes=None if are_shares else (left, right, tie),
+        annotator=None,
+        ballots=(*summed, *ballots),
+    )
 
 
 def _repeat_key(pair: PreferencePair) -> tuple[object, ...] | None:

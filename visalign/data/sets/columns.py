@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -138,10 +139,30 @@ def usual_names(row: Row, names: Mapping[str, str], *, is_judged: bool) -> dict[
     return {ours: aliases[0] for ours, aliases in matches.items() if aliases} | {**names}
 
 
+def names_of_rows(
+    rows: NumberedRows, names: Mapping[str, str], columns: Iterable[str] = (), *, is_judged: bool = False
+) -> Iterator[tuple[int, Row, dict[str, str]]]:
+    """Find the `usual_names` of each numbered row; a judgement stands in one column of all rows, of `columns` first.
+
+    So an empty cell of it is not filled from another column.
+    """
+    header, judged = dict.fromkeys(columns), dict[str, str]()
+    for number, row in rows:
+        if is_judged and (not judged or row.keys() - header.keys()):
+            header |= dict.fromkeys(row)
+            usual = usual_names(header, names, is_judged=True)
+            judged = {ours: usual.get(ours, ours) for ours in JUDGED_NAMES if ours in {*usual, *header}} | judged
+        aliases = {ours: theirs for ours, theirs in judged.items() if theirs in row and theirs != ours}
+        yield number, row, aliases | usual_names(row, names, is_judged=False)
+
+
 def read_table(path: str | Path, names: Mapping[str, str], *, is_judged: bool = False) -> NumberedRows:
     """Read the numbered rows of a table with our column names, and with references for images inside it."""
-    for number, row in read_rows(path):
-        columns = usual_names(row, names, is_judged=is_judged)
+    rows = read_rows(path)
+    number, first = next(rows, (0, {}))
+    header = column_names(path, first) if number else []
+    named = names_of_rows(chain([(number, first)] if number else [], rows), names, header, is_judged=is_judged)
+    for number, row, columns in named:
         for pair in pair_answers(number, rename_columns(path, row, columns)):
             yield number, refer_to_texts(refer_to_images(path, number, pair, columns))
 

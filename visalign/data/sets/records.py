@@ -46,6 +46,11 @@ class PreferencePair:
             return self.prompt_id
         return self.prompt or " ".join(sorted((self.image_left, self.image_right)))
 
+    @property
+    def label_against_votes(self) -> bool:
+        """Whether the label names another side than the votes; then the label counts."""
+        return self.votes is not None and np.sign(self.votes[0] - self.votes[1]) != np.sign(self.label - 0.5)
+
     def swapped(self) -> PreferencePair:
         """Exchange the sides, also in `extra`: NAME_left and NAME_right change places, NAME_prob becomes 1 − p, or
         changes places with NAME_prob_swapped.
@@ -59,7 +64,7 @@ class PreferencePair:
             ballots=tuple((name, 1.0 - label) for name, label in self.ballots),
             generator_left=self.generator_right,
             generator_right=self.generator_left,
-            extra=dict(_swap_column(name, value, self.extra) for name, value in self.extra.items()),
+            extra=dict(swap_column(name, value, self.extra) for name, value in self.extra.items()),
         )
 
     def to_row(self) -> Row:
@@ -167,8 +172,8 @@ def _connected_groups(images: Sequence[str], columns: Sequence[Sequence[str | No
     return tuple(connected_components(graph, directed=False)[1][rows].tolist())
 
 
-def _swap_column(name: str, value: Any, extra: Mapping[str, Any]) -> tuple[str, Any]:
-    """Name and value of an extra column when the sides are exchanged."""
+def swap_column(name: str, value: Any, extra: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return name and value of a further column when the sides are exchanged."""
     for side, other in (("_left", "_right"), ("_right", "_left")):
         if name.endswith(side):
             return name.removesuffix(side) + other, value

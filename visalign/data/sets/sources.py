@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
@@ -15,7 +16,16 @@ from visalign.data.shapes.preferences import ShapesPreferences
 from visalign.data.text_tasks.tasks import heldout_tasks, text_tasks, wrong_solutions
 from visalign.errors import UserError, suggestion
 
-from .columns import Columns, fill_images, parse_bool, read_pair, read_quality, read_table, rename_columns, usual_names
+from .columns import (
+    Columns,
+    fill_images,
+    names_of_rows,
+    parse_bool,
+    read_pair,
+    read_quality,
+    read_table,
+    rename_columns,
+)
 from .hub_datasets import FORMS, find_table
 from .image_references import shapes_reference
 from .layouts import PAIR_LAYOUTS, QUALITY_LAYOUTS, load_layout
@@ -79,7 +89,8 @@ def load_preferences(
 
     Columns: `prompt`, `image_left`, `image_right`, and the preference: `label` (left, right, tie; A, B; or
     the share for the left image, 0 to 1; others as `Columns.labels` says), or counts of votes, `votes` [left,
-    right, tie] or `votes_left`, `votes_right` and perhaps `votes_tie`; next to votes the label wins.
+    right, tie] or `votes_left`, `votes_right` and perhaps `votes_tie`; next to votes the label wins, and votes for
+    another side are not learnt from.
     Optional: `annotator` (a row per annotator: `visalign.data.sets.checks.summed_votes` makes one record of a
     pair's rows), `generator_left` and `generator_right`, `resolution`, `category`, `split`, `prompt_id`. All
     others are kept in `extra`. Relative image paths are taken from the file's folder.
@@ -116,8 +127,10 @@ def from_dataframe(
         for row in frame.to_dict("records")
     )
     columns = columns or Columns()
-    rows_with_names = ((row, usual_names(row, columns.names, is_judged=True)) for row in rows)
-    renamed = ((number, rename_columns(name, row, names)) for number, (row, names) in enumerate(rows_with_names, 1))
+    rows_with_names = names_of_rows(
+        enumerate(rows, 1), columns.names, map(str, getattr(frame, "columns", ())), is_judged=True
+    )
+    renamed = ((number, rename_columns(name, row, names)) for number, row, names in rows_with_names)
     return _read_set(Path(folder) / name, name, renamed, None, columns)
 
 
@@ -197,53 +210,59 @@ def _read_set(
     )
 
 
-def join_scores(source: PreferenceSet | QualitySet, path: str | Path) -> PreferenceSet | QualitySet:
-    """Add the scores of another table to a set, image by image; no existing column is replaced.
+def join_scores(source: PreferenceSet | QualitySet, *paths: str | Path) -> PreferenceSet | QualitySet:
+    """Add the scores of other tables to a set, image by image; no existing column is replaced, the first table counts.
 
-    The table is what `visalign score` writes (image, reward, value), or has a column per score. Images match by path,
-    or a file name that is unique. Pairs get NAME_left and NAME_right, images NAME.
+    A table is what `visalign score` writes (image, reward, value), or has a column per score. Images match by path, or
+    by a file name that one image of the table and one of the set has. Of an image scored for several prompts the
+    scores of the record's own count. Pairs get NAME_left and NAME_right, images NAME.
     """
-    scores, full_paths = _scores_by_image(Path(path))
-    by_name: dict[str, list[str]] = {}
-    for image in scores:
-        by_name.setdefault(Path(image).name, []).append(image)
+    is_pairs = isinstance(source, PreferenceSet)
+    ends = {"image_left": "_left", "image_right": "_right"} if is_pairs else {"image": ""}
+    records: list[Any] = list(source.pairs if is_pairs else source.records)
+    images = {getattr(record, side) for record in records for side in ends}
+    same_name = Counter(Path(image).name for image in images)
+    joined: list[Row] = [{} for _ in records]
+    names: dict[str, None] = {}  # of the scores
+    for path in paths:
+        scores, full_paths = _scores_by_image(Path(path))
+        by_name: dict[str, list[str]] = {}
+        for image in scores:
+            by_name.setdefault(Path(image).name, []).append(image)
+        matches: dict[str, dict[str, Row]] = {}
+        for image in images:
+            same = by_name.get(Path(image).name, []) if same_name[Path(image).name] == 1 else []
+            options = full_paths.get(image, ""), str(Path(image).resolve()), *same[: len(same) == 1]
+            matches[image] = next((scores[option] for option in options if option in scores), {})
+        if not any(matches.values()):
+            raise UserError(
+                f"None of the images of '{source.name}' is in '{path}'. It names {listed(list(full_paths), limit=2)}. "
+                "Images match by path, or by a file name that one image of each has."
+            )
+        for record, columns in zip(records, joined, strict=True):
+            for side, end in ends.items():
+                prompts = matches[getattr(record, side)]
+                only = next(iter(prompts.values())) if len(prompts) == 1 else {}
+                values = prompts.get(record.prompt, only)
+                names |= dict.fromkeys(name for name in values if not name.endswith("_std"))
+                columns |= {f"{name}{end}": v for name, v in values.items() if f"{name}{end}" not in columns}
+    counts = {name: sum(all(f"{name}{end}" in row for end in ends.values()) for row in joined) for name in names}
+    if few := [f"{name} of {count}" for name, count in counts.items() if count < len(records)]:
+        some = f"The joined tables have scores for some of the {len(records)} records of '{source.name}'"
+        warnings.warn(f"{some}: {listed(few)}. The others count as failed.", stacklevel=2)
+    records = [replace(r, extra=columns | dict(r.extra)) for r, columns in zip(records, joined, strict=True)]
+    return replace(source, **{"pairs" if is_pairs else "records": tuple(records)})
 
-    def find(image: str) -> Row:
-        same_name = by_name.get(Path(image).name, [])
-        paths = [full_paths.get(image, ""), str(Path(image).resolve()), *same_name[: len(same_name) == 1]]
-        return next((scores[path] for path in paths if path in scores), {})
 
-    matched = 0
-    records = []
-    for record in source.pairs if isinstance(source, PreferenceSet) else source.records:
-        if isinstance(record, QualityRecord):
-            columns = find(record.image)
-        else:
-            left, right = find(record.image_left), find(record.image_right)
-            columns = {f"{name}_left": value for name, value in left.items()}
-            columns = columns | {f"{name}_right": v for name, v in right.items()} if left and right else {}
-        matched += bool(columns)
-        records.append(replace(record, extra=columns | dict(record.extra)))
-    if not matched:
-        raise UserError(
-            f"None of the images of '{source.name}' is in '{path}', which names {listed(list(full_paths), limit=2)}. "
-            "Images match by path, or by a file name that is unique."
-        )
-    if matched < len(source):
-        counts = f"{matched} of {len(source)} records of '{source.name}'"
-        warnings.warn(f"'{path}' has scores for {counts}; the others count as failed.", stacklevel=2)
-    return replace(source, **{"pairs" if isinstance(source, PreferenceSet) else "records": tuple(records)})
-
-
-def _scores_by_image(path: Path) -> tuple[dict[str, Row], dict[str, str]]:
-    """Read (full path of an image -> its scores, path as the table writes it -> full path)."""
-    scores: dict[str, Row] = {}
+def _scores_by_image(path: Path) -> tuple[dict[str, dict[str, Row]], dict[str, str]]:
+    """Read (full path of an image -> prompt -> its scores, path as the table writes it -> full path)."""
+    scores: dict[str, dict[str, Row]] = {}
     full_paths: dict[str, str] = {}
     for _, row in read_table(path, {}):
         require_columns(path, row, ("image",), purpose="a table of scores")
         image = str(row["image"])
         full_paths[image] = str((path.parent / image).resolve())
-        columns = scores.setdefault(full_paths[image], {})
+        columns = scores.setdefault(full_paths[image], {}).setdefault(str(row.get("prompt", "")), {})
         if "reward" in row and ("value" in row or "reason" in row):
             columns[str(row["reward"])] = row.get("value")
             if row.get("std") is not None:

@@ -13,6 +13,7 @@ from visalign.interfaces import Prompt, is_message
 
 from .image_references import TEXT
 from .prompt_files import message_text
+from .records import swap_column
 from .tables import Row
 
 PAIR = ("chosen", "rejected")
@@ -67,7 +68,8 @@ def pair_answers(number: int, row: Row) -> list[Row]:
 def refer_to_texts(row: Row) -> Row:
     """Name the completions of a row as images are named; a reward next to one is its mos.
 
-    Chosen and rejected are left and right, or the reverse, by a hash of the row.
+    Chosen and rejected are left and right, or the reverse, by a hash of the row. NAME_left and NAME_right of such a
+    row are scores of chosen and rejected, and go with them.
     """
     if "image" in row or "image_left" in row:
         return row
@@ -83,6 +85,8 @@ def refer_to_texts(row: Row) -> Row:
         score = {"mos": row["reward"]} if "reward" in row and "mos" not in row else {}
         return {**rest, **score, "image": references["completion"]}
     order = SIDES[:: 1 - 2 * (zlib.crc32(json.dumps(texts, sort_keys=True).encode()) % 2)]
+    if order != SIDES:
+        rest = dict(swap_column(name, value, rest) for name, value in rest.items())
     sides = {f"image_{side}": references[name] for side, name in zip(order, PAIR, strict=True)}
     return {**rest, **sides, "label": order[0]}
 
