@@ -19,6 +19,7 @@ from visalign.rewards.text.callables import TextFunctionReward
 from visalign.rewards.text.combine import WeightedTextSum
 from visalign.text import Sampling, StoppingCriteria, StopReason
 from visalign.text.chat import PromptEncoder
+from visalign.text.messages import template_messages
 from visalign.text.rollout import TextRollout
 from visalign.text.tools import ToolPolicy
 from visalign.text.turns import ChatTurns, EnvironmentUse
@@ -40,6 +41,16 @@ def add(a: int, b: int = 0) -> int:
         b: the second.
     """
     return a + b
+
+
+def mean(values: list[float], digits: int | None = 1) -> float:
+    """Average numbers.
+
+    Args:
+        values: the numbers.
+        digits: the digits of the answer.
+    """
+    return round(sum(values) / len(values), digits or 9)
 
 
 class Room:
@@ -132,15 +143,19 @@ def test_a_conversation_has_the_form_of_the_template_and_only_the_policys_tokens
 @pytest.mark.parametrize(
     ("turn", "answer", "valid"),
     [
-        (called({"name": "mul", "arguments": {}}), "error: no tool 'mul'; the tools are add", 0),
+        (called({"name": "mul", "arguments": {}}), "error: no tool 'mul'; the tools are add, mean", 0),
         (called({"name": "add", "arguments": {"c": 1}}), "error: missing a required argument: 'a'", 0),
+        (called({"name": "add", "arguments": {"a": "2"}}), "error: argument 'a' is \"2\"; needed is int", 0),
+        (called({"name": "add", "arguments": {"a": True}}), "error: argument 'a' is true; needed is int", 0),
+        (called({"name": "mean", "arguments": {"values": 3}}), "is 3; needed is list[float]", 0),
+        (called({"name": "mean", "arguments": {"values": [3], "digits": None}}), "<|im_start|>tool\n3.0<|im_end|>", 1),
         ('<tool_call>{"name": "add", </tool_call>', "error: no call", 0),
         (called({"name": "add", "arguments": '{"a": 4}'}), "<|im_start|>tool\n4<|im_end|>", 1),
         (called(CALL) + " {so} " + called(CALL), "<|im_start|>tool\n3<|im_end|>\n<|im_start|>tool\n3<|im_end|>", 2),
     ],
 )
 def test_wrong_calls_are_answered_and_several_too(turn, answer, valid) -> None:
-    rollout = played(turn, "So.", tools=[add])[0]
+    rollout = played(turn, "So.", tools=[add, mean])[0]
     assert answer in rollout.text[0]
     terms: Any = {"tool_calls": (load_text_reward("tool_calls", most=2), 1.0)}
     assert WeightedTextSum(terms).score(rollout.text, rollout.prompt).value.tolist() == [valid / 2]
@@ -201,3 +216,15 @@ def test_log_probs_of_a_conversation_are_those_that_were_drawn() -> None:
     rollout = ToolPolicy(policy, policy.tokenizer, turns).generate([[{"role": "user", "content": "a"}]], **options)
     assert rollout.tools is not None and max(trace.calls for trace in rollout.tools) > 1
     torch.testing.assert_close(policy.log_probs(rollout).log_prob, rollout.log_prob, rtol=0, atol=1e-4)
+
+
+def test_keys_that_a_table_fills_with_null_are_no_arguments() -> None:
+    call = {
+        "type": "function",
+        "id": None,
+        "function": {"name": "add", "arguments": {"a": 1, "q": None, "of": [{"b": None}]}},
+    }
+    filled = [*PROMPT, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    *_, message = template_messages(filled, "Prompt 0")
+    bare = {"name": "add", "arguments": {"a": 1, "of": [{}]}}
+    assert message["tool_calls"] == [{"type": "function", "function": bare}]

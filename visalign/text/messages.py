@@ -90,6 +90,7 @@ def _part(part: Any, where: str) -> dict[str, Any]:
 
 
 def _tool_call(call: Any, where: str, as_text: bool) -> dict[str, Any]:
+    call = _without_null(call)  # Parquet fills keys of other calls with null
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UserError(
@@ -109,3 +110,10 @@ def _tool_call(call: Any, where: str, as_text: bool) -> dict[str, Any]:
         arguments = written if isinstance(written, str) else json.dumps(arguments, ensure_ascii=False)
     function = {**function, "arguments": arguments}
     return {**call, "function": function} if "function" in call else function
+
+
+def _without_null(value: Any) -> Any:
+    """Remove the keys of objects, and of objects inside, whose value is null."""
+    if isinstance(value, Mapping):
+        return {key: _without_null(entry) for key, entry in value.items() if entry is not None}
+    return [_without_null(entry) for entry in value] if isinstance(value, list) else value

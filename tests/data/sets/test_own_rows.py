@@ -102,3 +102,60 @@ def test_pairs_as_trl_has_them(tmp_path, prompt):
     path = write(tmp_path / "rows.jsonl", [{**prompt, "chosen": [*before, RIGHT], "rejected": [*before, WRONG]}])
     assert load_pairs(path).records == [{"prompt": [ASKED], "chosen": "a", "rejected": "b"}]
     assert [vote["label"] for vote in load_votes(path).records] == [True, False]
+
+
+def turns(*pairs):
+    return [{"from": role, "value": text} for role, text in pairs]
+
+
+DEVELOPER, SYSTEM = ({"role": role, "content": "D"} for role in ("developer", "system"))
+CALLED = json.dumps({"name": "add", "arguments": {"a": 1}})
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt"),
+    [
+        ({"conversations": turns(("human", "?"), ("chatgpt", "a")), "system": "D"}, [SYSTEM, ASKED]),
+        ({"messages": [DEVELOPER, ASKED, RIGHT], "system": "S"}, [SYSTEM, ASKED]),
+        (
+            {"conversations": turns(("human", "?"), ("function_call", CALLED), ("observation", "2"), ("gpt", "a"))},
+            [ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "2"}],
+        ),
+        ({"prompt": [DEVELOPER, ASKED], "answer": "a"}, [SYSTEM, ASKED]),
+    ],
+    ids=["system-column", "developer", "function-call", "prompt"],
+)  # fmt: skip
+def test_roles_of_other_programs_are_those_of_chat_templates(tmp_path, row, prompt):
+    path = write(tmp_path / "rows.jsonl", [row])
+    assert load_demonstrations(path)[0]["prompt"] == prompt
+    assert load_prompts(path, chat=True)[0]["prompt"] == prompt
+
+
+def test_roles_of_pairs_are_those_of_chat_templates(tmp_path):
+    path = write(tmp_path / "rows.jsonl", [{"prompt": [DEVELOPER, ASKED], "chosen": "a", "rejected": "b"}])
+    assert load_pairs(path).records[0]["prompt"] == [SYSTEM, ASKED]
+
+
+@pytest.mark.parametrize(
+    ("role", "text", "message"),
+    [
+        (
+            "critic",
+            "No.",
+            "line 1 has the message .*'critic'.* whose role is none of system, user, assistant, tool, dev",
+        ),
+        ("function_call", "{}", "line 1 has the function_call '{}'; needed is JSON"),
+        ("function_call", "add(1)", r"line 1 has the function_call 'add\(1\)'; needed is JSON"),
+    ],
+)
+@pytest.mark.parametrize("load", [load_demonstrations, lambda path: load_prompts(path, chat=True)])
+def test_roles_that_no_template_reads_are_refused(tmp_path, load, role, text, message):
+    with pytest.raises(UserError, match=message):
+        load(write(tmp_path / "rows.jsonl", [{"conversations": turns(("human", "?"), (role, text), ("gpt", "a"))}]))
+
+
+@pytest.mark.parametrize("load", [load_demonstrations, lambda path: load_prompts(path, chat=True)])
+def test_a_column_of_tools_does_not_reach_the_model(tmp_path, load):
+    path = write(tmp_path / "rows.jsonl", [{"messages": [ASKED, RIGHT], "tools": [{"type": "function"}]}])
+    with pytest.warns(UserWarning, match="1 conversations have a column 'tools', which the model does not see"):
+        load(path)

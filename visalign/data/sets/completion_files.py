@@ -18,7 +18,7 @@ from visalign.errors import UserError, excerpt
 
 from .columns import parse_bool, rename_columns
 from .hub_datasets import find_table
-from .prompt_files import is_prompt, with_answer
+from .prompt_files import is_prompt, read_messages, with_answer
 from .tables import listed, read_rows, require_columns
 from .text_rows import completion_text, split_pair
 
@@ -185,6 +185,8 @@ def _read(
                 "a list of messages, a completion a text or a list of one message, a reward a number"
                 f"{', completions and scores are lists of equal length' if columns == RANKED else ''}."
             )
+        if isinstance(row["prompt"], list):
+            values["prompt"] = read_messages(row["prompt"], f"Row {number} of '{path}'")
         unread = {*PAIR, *RANKED, *SCORED, *VOTE} - {*columns}  # columns of other layouts
         rows.append((number, {**{k: v for k, v in row.items() if k not in unread}, **values}))
     if not rows:

@@ -36,6 +36,12 @@ _PROMPTS = {False: ("caption", "text"), True: ("question",)}
 """Whether prompts are for a language model -> fields that are read as the prompt where a record has none."""
 TOOL_ANSWERS = "tool_answers"  # Field with the [start, end] character spans of a completion that a tool wrote
 CHAT = "text or a list of messages"
+_ROLES = {
+    **{role: role for role in ("system", "user", "assistant", "tool")},
+    **{"developer": "system", "human": "user", "observation": "tool"},
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "model", "function_call"), "assistant"),
+}
+"""Role in a file (OpenAI's, ShareGPT's, LLaMA-Factory's) -> role that chat templates read."""
 EXAMPLE = '{"prompt": "1 + 1 = ?", "completion": "2"}'
 _SOURCES = 'Give each prompt one: a .jsonl file of {"prompt": "make it blue", "source": "cup.png"}.'
 
@@ -129,7 +135,7 @@ def load_prompts(
     edit, a path relative to the working directory (with `several`, or a list of them): each is decoded once, and
     records of one prompt may differ in it. `packaged` names the sets of the caller in messages.
 
-    With `chat` prompts are for a language model: then a prompt may be a conversation, a list of messages.
+    With `chat` prompts are for a language model: then a prompt may be a conversation, as in `load_demonstrations`.
     """
     if str(source) in EMBEDDED:
         if edits == "needed":
@@ -161,6 +167,8 @@ def load_prompts(
         repeated += first != number
     if not records:
         raise UserError(f"{name} holds no prompt; it needs at least one.")
+    if chat:
+        _warn_of_tools(name, [record for _, record in records.values()])
     if blank or repeated:
         warnings.warn(f"{name}: skipped {blank} blank lines and {repeated} repeated prompts.", stacklevel=2)
     if edits != "none":
@@ -180,7 +188,7 @@ def _numbered_prompts(
             yield number, {"prompt": line} if line.strip() else None
     else:
         for where, number, record in _records(path, name):
-            yield number, _check_prompt(where, _asked(record) if chat else record, names, chat=chat)
+            yield number, _check_prompt(where, _asked(record, where) if chat else record, names, chat=chat)
 
 
 def _records(path: Path, name: str) -> Iterator[tuple[str, int, Record]]:
@@ -257,7 +265,7 @@ def load_demonstrations(
     A prompt is a text, or a conversation: a list of messages with "role" and "content". The completion is in
     the field; None is the first of `COMPLETIONS` that a record has. It is a text, or a list of one message. Of a
     record with "messages" (or ShareGPT's "conversations") and no prompt the assistant's last message is the
-    completion; messages behind it are left out.
+    completion; messages behind it are left out. A "system" column is its first message if it has no system message.
     """
     table, name = find_table(path), f"file of demonstrations '{path}'"
     if table.suffix.lower() not in READERS or not table.is_file():
@@ -268,18 +276,33 @@ def load_demonstrations(
         records.append(with_completion(record, where, field))
     if not records:
         raise UserError(f"{name} has no record; it needs at least one line such as {EXAMPLE}.")
+    _warn_of_tools(name, records)
     return records
+
+
+def _warn_of_tools(name: str, records: Sequence[Record]) -> None:
+    """Warn of conversations with a column of tools: chat templates get those of an environment alone."""
+    if count := sum(
+        isinstance(record["prompt"], list) and bool(_parse_text(record.get("tools"))) for record in records
+    ):
+        warnings.warn(
+            f"{name}: {count} conversations have a column 'tools', which the model does not see. Describe the tools "
+            "in a system message, or give them as rollout.environment where the policy calls them.",
+            stacklevel=3,
+        )
 
 
 def with_completion(record: Mapping[str, Any], where: str, field: str | None = None) -> Record:
     """Move a record's completion to "completion", with its tool spans; `where` starts the message if it has none."""
     name = field or next((name for name in COMPLETIONS if name in record), COMPLETION)
-    text = message_text(value := record.get(name))
+    value = record.get(name)
+    text = message_text(value)
+    message = value[0] if isinstance(value, list) and text is not value else None
     is_blank = text is None or (isinstance(text, str) and not text.strip())
-    if text is not value and (is_blank or value[0].get("tool_calls") or not _is_answer(value[0])):
+    if message is not None and (is_blank or message.get("tool_calls") or not _is_answer(message)):
         raise UserError(
-            f"{where}: the message {excerpt(value[0])} is no answer to learn. It must be the assistant's, have text and "
-            "call no tool. Add such a message behind it, or remove the record."
+            f"{where}: the message {excerpt(message)} is no answer to learn. It must be the assistant's, have text "
+            "and call no tool. Add such a message behind it, or remove the record."
         )
     if isinstance(text, str):
         record = {**record, name: text}
@@ -342,7 +365,8 @@ def _check_prompt(
     if usual := [plain[name] for name in ("prompt", *_PROMPTS[chat]) if name in plain and "prompt" not in result]:
         result["prompt"] = result.pop(usual[0])
     if chat and is_prompt(conversation := _parse_text(result.get("prompt"))):
-        result["prompt"] = conversation  # CSV holds it as JSON
+        is_list = isinstance(conversation, list)  # CSV holds it as JSON
+        result["prompt"] = read_messages(conversation, where) if is_list else conversation
     prompt = result.get("prompt")
     if not is_prompt(prompt) or not (chat or isinstance(prompt, str)):
         got = "an empty one" if "prompt" in result else f"the fields {listed(list(fields), limit=20) or 'none'}"
@@ -362,9 +386,9 @@ def message_text(value: Any) -> Any:
     return value
 
 
-def _asked(record: Record) -> Record:
+def _asked(record: Record, where: str) -> Record:
     """Take the conversation of a record without a prompt as its prompt; the assistant's last message is "answer"."""
-    fields, messages = _split_messages(record)
+    fields, messages = _split_messages(record, where)
     if not messages:
         return record
     answer = {"answer": messages.pop().get("content")} if _is_answer(messages[-1]) else {}
@@ -373,7 +397,7 @@ def _asked(record: Record) -> Record:
 
 def _answered(record: Record, where: str) -> Record:
     """Split the conversation of a record without a prompt at the assistant's last message, the completion."""
-    fields, messages = _split_messages(record)
+    fields, messages = _split_messages(record, where)
     last = next((index for index in reversed(range(len(messages))) if _is_answer(messages[index])), None)
     if last is not None:
         return {**fields, "prompt": messages[:last], COMPLETION: [messages[last]]}
@@ -389,19 +413,50 @@ def _is_answer(message: Any) -> bool:
     return isinstance(message, dict) and message.get("role") == "assistant"
 
 
-def _split_messages(record: Record) -> tuple[Record, list[Any]]:
+def _split_messages(record: Record, where: str) -> tuple[Record, list[Record]]:
     """Split a record without a prompt into its other fields and its conversation; no messages where it has none."""
     name = next((name for name in ("messages", "conversations") if _parse_text(record.get(name))), None)
-    messages = _parse_text(record[name]) if name and "prompt" not in record else None
-    if not isinstance(messages, list):
+    conversation = _parse_text(record[name]) if name and "prompt" not in record else None
+    if not isinstance(conversation, list):
         return record, []
+    messages = read_messages(conversation, where)
     fields = {key: value for key, value in record.items() if key != name}
-    return fields, [_sharegpt_message(message) for message in messages]
+    if fields.get("system") and all(message["role"] != "system" for message in messages):
+        messages.insert(0, {"role": "system", "content": fields.pop("system")})
+    return fields, messages
 
 
-def _sharegpt_message(message: Any) -> Any:
-    """Write a message of ShareGPT, {"from": "human", "value": text}, as {"role", "content"}."""
-    if not isinstance(message, dict) or not {"from", "value"} <= message.keys():
-        return message
-    role = {"human": "user", "gpt": "assistant"}.get(message["from"], message["from"])
-    return {"role": role, "content": message["value"]}
+def read_messages(messages: Iterable[Any], where: str) -> list[Record]:
+    """Read messages of OpenAI's or ShareGPT's form with the roles of chat templates; `where` starts the errors.
+
+    >>> read_messages([{"from": "human", "value": "Hi"}, {"role": "developer", "content": "Be brief."}], "Row 1")
+    [{'role': 'user', 'content': 'Hi'}, {'role': 'system', 'content': 'Be brief.'}]
+    """
+    return [_read_message(message, where) for message in messages]
+
+
+def _read_message(message: Any, where: str) -> Record:
+    fields = dict(message) if isinstance(message, Mapping) else {}
+    if {"from", "value"} <= fields.keys():
+        fields = {"role": fields["from"], "content": fields["value"]}
+    if (role := str(fields.get("role"))) not in _ROLES:
+        raise UserError(
+            f"{where} has the message {excerpt(message)}, whose role is none of {', '.join(_ROLES)}; a chat template "
+            "may leave it out. Rename the role, or remove the message."
+        )
+    fields["role"] = _ROLES[role]
+    if role == "function_call":
+        fields |= {"content": "", "tool_calls": _read_calls(fields.get("content"), where)}
+    return fields
+
+
+def _read_calls(text: Any, where: str) -> list[Record]:
+    """Read the tool calls of LLaMA-Factory's role function_call: JSON text of one call or a list of them."""
+    calls = _parse_text(text.strip() if isinstance(text, str) else text)
+    calls = calls if isinstance(calls, list) else [calls]
+    if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        raise UserError(
+            f"{where} has the function_call {excerpt(text)}; needed is JSON text such as "
+            '{"name": "add", "arguments": {"a": 1}}, or a list of such calls.'
+        )
+    return [{"type": "function", "function": call} for call in calls]
