@@ -145,8 +145,8 @@ def test_a_conversation_has_the_form_of_the_template_and_only_the_policys_tokens
     [
         (called({"name": "mul", "arguments": {}}), "error: no tool 'mul'; the tools are add, mean", 0),
         (called({"name": "add", "arguments": {"c": 1}}), "error: missing a required argument: 'a'", 0),
-        (called({"name": "add", "arguments": {"a": "2"}}), "error: argument 'a' is \"2\"; needed is int", 0),
-        (called({"name": "add", "arguments": {"a": True}}), "error: argument 'a' is true; needed is int", 0),
+        (called({"name": "add", "arguments": {"a": "2"}}), "error: argument 'a' is '2'; needed is int", 0),
+        (called({"name": "add", "arguments": {"a": True}}), "error: argument 'a' is True; needed is int", 0),
         (called({"name": "mean", "arguments": {"values": 3}}), "is 3; needed is list[float]", 0),
         (called({"name": "mean", "arguments": {"values": [3], "digits": None}}), "<|im_start|>tool\n3.0<|im_end|>", 1),
         ('<tool_call>{"name": "add", </tool_call>', "error: no call", 0),
@@ -228,3 +228,11 @@ def test_keys_that_a_table_fills_with_null_are_no_arguments() -> None:
     *_, message = template_messages(filled, "Prompt 0")
     bare = {"name": "add", "arguments": {"a": 1, "of": [{}]}}
     assert message["tool_calls"] == [{"type": "function", "function": bare}]
+
+
+def test_turns_of_a_transcript_are_messages_of_a_chat_model() -> None:
+    encoder = PromptEncoder(tiny_tokenizer(template=TEMPLATE), plain_as_chat=True)
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes?"}, *PROMPT]
+    transcript = "\n\nHuman: hi\n\nAssistant: yes?\n\nHuman: 1 + 2 = ?\n\nAssistant:"
+    assert encoder.render(transcript) == encoder.render(turns)
+    assert encoder.render_answered(transcript, "3") == encoder.render_answered(turns, "3")

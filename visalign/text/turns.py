@@ -10,6 +10,8 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import types
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -160,6 +162,7 @@ class ChatTurns:
         try:
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
             inspect.signature(tool).bind(**arguments)
+            _check_types(tool, arguments)
         except (TypeError, ValueError) as error:
             return {**answer, "content": f"error: {error}"}
         result = tool(**arguments)
@@ -200,6 +203,26 @@ class ChatTurns:
         contents = dict(zip(markers, (without_surrogates(message["content"]) for message in messages), strict=True))
         parts = re.split(f"({'|'.join(markers)})", text)
         return [(contents.get(part, part), part not in contents) for part in parts if part]
+
+
+def _check_types(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    """Refuse an argument that has not the type of its hint; a default may always be written out."""
+    hints, parameters = typing.get_type_hints(tool), inspect.signature(tool).parameters
+    for name in arguments.keys() & hints.keys() & parameters.keys():
+        value, hint = arguments[name], hints[name]
+        if value is not parameters[name].default and not _has_type(value, hint):
+            needed = hint.__name__ if isinstance(hint, type) else hint
+            raise TypeError(f"argument {name!r} is {excerpt(value)}; needed is {needed}")
+
+
+def _has_type(value: Any, hint: Any) -> bool:
+    """Compare a JSON value with a hint; hints that JSON has no type for take any value."""
+    kind = typing.get_origin(hint) or hint
+    if kind in (typing.Union, types.UnionType):
+        return any(_has_type(value, option) for option in typing.get_args(hint))
+    if kind not in (str, int, float, bool, list, dict, types.NoneType):
+        return True
+    return type(value) is kind or (kind is float and type(value) is int)
 
 
 def _call_form(encoder: PromptEncoder) -> tuple[str, str | None]:
