@@ -16,6 +16,7 @@ from visalign.errors import UserError
 from visalign.interfaces import ToolCompletion
 from visalign.rewards.catalogue import load_text_reward
 from visalign.rewards.text.callables import TextFunctionReward
+from visalign.rewards.text.classifier import spelled_out
 from visalign.rewards.text.combine import WeightedTextSum
 from visalign.text import Sampling, StoppingCriteria, StopReason
 from visalign.text.chat import PromptEncoder
@@ -137,7 +138,11 @@ def test_a_conversation_has_the_form_of_the_template_and_only_the_policys_tokens
     assert (rollout.log_prob[0][~drawn] == 0).all() and rollout.tools is not None and rollout.tools[0].calls == 1
     texts: list[str] = []
     TextFunctionReward(lambda completion: texts.append(completion) or 1.0).score(rollout.text, rollout.prompt)
-    assert texts == [f"{called(CALL)}<|im_end|>It is 3"], "what the tool wrote earns nothing"
+    assert texts == [f"{called(CALL)}\nIt is 3"], "what tool and template wrote earns nothing"
+    assert spelled_out(engine.encoder.tokenizer, texts[0]) is None
+    assert rollout.text[0][: rollout.tools[0].answers[0][0]] == f"{called(CALL)}<|im_end|>", (
+        "demonstrations keep the end"
+    )
 
 
 @pytest.mark.parametrize(

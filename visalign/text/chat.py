@@ -14,7 +14,7 @@ from jinja2 import Environment, TemplateError, meta
 from visalign.errors import CaughtError, UserError, suggestion
 from visalign.interfaces import Prompt
 
-from .messages import template_messages
+from .messages import template_messages, text_messages
 
 _PROBE = "QQTEXTQQ"  # Content of messages whose surroundings in a rendered text are those of the template
 
@@ -50,8 +50,8 @@ class PromptEncoder:
 
     `chat_template` is Jinja text or the name of one of the tokenizer's (or processor's) templates, None its own;
     `template_options` are more variables of it, e.g. {"enable_thinking": False}. With `plain_as_chat` a plain text is
-    the message of a user, unless the template was applied to it before. `system` is put before conversations that have
-    no system message.
+    the message of a user, or the turns of an HH-RLHF transcript, unless the template was applied to it before.
+    `system` is put before conversations that have no system message.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class PromptEncoder:
         """Return the text of a prompt with the assistant's answer behind it, which ends its turn."""
         if isinstance(prompt, str) and self._is_rendered(prompt):
             return self._rendered(prompt) + answer + self._surroundings.closing
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        messages = text_messages(prompt) if isinstance(prompt, str) else prompt
         return self.render([*messages, {"role": "assistant", "content": answer}], closed=True)
 
     def turn_end(self, ends: Sequence[int | None] = ()) -> int | None:

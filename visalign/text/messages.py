@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +22,7 @@ def template_messages(
     Lists of text parts are joined unless the template `reads_parts`; arguments of tool calls become objects, or with
     `text_arguments` JSON texts.
     """
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    messages = text_messages(prompt) if isinstance(prompt, str) else list(prompt)
     bad = [message for message in messages if not is_message(message)]
     if bad or not messages:
         raise UserError(
@@ -32,6 +33,20 @@ def template_messages(
         _template_message(message, f"Message {number} of {where[0].lower()}{where[1:]}", reads_parts, text_arguments)
         for number, message in enumerate(messages)
     ]
+
+
+def text_messages(text: str) -> list[dict[str, str]]:
+    """Read a transcript of HH-RLHF as its turns, without an empty last one; another text is the message of a user.
+
+    >>> text_messages("\\n\\nHuman: Hi\\n\\nAssistant: Yes?\\n\\nHuman: 1 + 1?\\n\\nAssistant:")[1:]
+    [{'role': 'assistant', 'content': 'Yes?'}, {'role': 'user', 'content': '1 + 1?'}]
+    """
+    before, *turns = re.split("\n\n(Human|Assistant):", text)
+    if before or turns[:1] != ["Human"]:
+        return [{"role": "user", "content": text}]
+    roles = ({"Human": "user", "Assistant": "assistant"}[speaker] for speaker in turns[::2])
+    messages = [{"role": role, "content": turn.strip()} for role, turn in zip(roles, turns[1::2], strict=True)]
+    return messages if messages[-1]["content"] else messages[:-1]
 
 
 def prompt_text(prompt: Prompt, *, images: bool = True) -> str:

@@ -43,6 +43,27 @@ def test_the_text_that_two_completions_begin_with_is_their_prompt(tmp_path):
         load_pairs(_file(tmp_path, {"chosen": "yes", "rejected": "no"}))
 
 
+def test_answers_of_transcripts_keep_the_words_that_both_begin_with(tmp_path):
+    prompt = "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: Which pet?\n\nAssistant:"
+    answers = {"chosen": " I like cats.", "rejected": " I like catfish."}
+    path = _file(tmp_path, {name: prompt + text for name, text in answers.items()})
+    assert load_pairs(path).records == [{"prompt": prompt, **answers}]
+    assert load_votes(path).records == [
+        {"prompt": prompt, "completion": answers[name], "label": name == "chosen"} for name in answers
+    ]
+    shorter = {"chosen": f"{prompt} I like cats.", "rejected": f"{prompt} I like"}
+    assert load_pairs(_file(tmp_path, shorter)).records[0]["rejected"] == " I like"
+    asked = {"prompt": prompt.removesuffix("\n\nAssistant:"), **answers}
+    assert load_pairs(_file(tmp_path, asked)).records == [asked]
+
+
+def test_a_word_that_two_texts_share_in_part_is_no_prompt(tmp_path):
+    path = _file(tmp_path, {"chosen": "A pet: Cat.", "rejected": "A pet: Catfish."})
+    assert load_pairs(path).records == [{"prompt": "A pet:", "chosen": " Cat.", "rejected": " Catfish."}]
+    with pytest.raises(UserError, match="lacks the column 'prompt'"):
+        load_pairs(_file(tmp_path, {"chosen": "Cat.", "rejected": "Catfish."}))
+
+
 def test_the_best_and_the_worst_of_judged_completions_become_a_pair(tmp_path):
     rows = _judged(("p", "mid", 0.5), ("q", "x", 1), ("p", "bad", 0), ("p", "good", 1), ("q", "y", 1))
     pairs = load_pairs(_file(tmp_path, *rows, *_judged(("r", "same", 0), ("r", "same", 1))))

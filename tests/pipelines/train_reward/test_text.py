@@ -260,7 +260,7 @@ def test_what_is_refused_and_with_which_words(inputs: Path, tmp_path: Path) -> N
         ([{**pair, "margin": "abc"}], [], "the margin 'abc' is no number of 0 or more"),
         ([{**pair, "margin": -5}], [], "the margin -5 is no number"),
         ([{"prompt": "q", "completion": "a", "reward": float("inf")}], [], "reward is inf"),
-        ([{side: "\n\nHuman: q\n\nAssistant: a" for side in ("chosen", "rejected")}], [], "have empty"),
+        ([{side: "\n\nHuman: q\n\nAssistant: a" for side in ("chosen", "rejected")}], [], "have equal"),
         ([pair, long], [], r"data.train: the completion 'a+.* has 6\d tokens; the model reads at most"),
         ([{"prompt": "q", "completion": c, "reward": 1} for c in "ab"], [], "none of the 1 prompts has two"),
         ([{"prompt": "q", "completion": c, "label": 1} for c in "ab"], bce, "all 2 scores are 1, from"),

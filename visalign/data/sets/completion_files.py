@@ -50,7 +50,8 @@ def load_pairs(
     each prompt become a pair, and prompts whose rewards are all equal give none. A prompt is a text or a list of
     messages, a completion a text or a list of one message. A pair of equal completions, or with an empty one, is an
     error (`unusable` "refuse") or left out ("drop"). Without a prompt, chosen and rejected are conversations whose
-    last messages differ. `names` is our name of a column -> the file's.
+    last messages differ, transcripts of HH-RLHF whose last answers do, or texts that begin with the same words.
+    `names` is our name of a column -> the file's.
     """
     rows = _read(path, (PAIR, SCORED), "pairs", names)
     is_scored = PAIR[0] not in rows[0][1]
@@ -100,11 +101,15 @@ def load_rankings(
     rankings: dict[Any, Record] = {}
     for index, row in enumerate(usable.records):
         if PAIR[0] in row:
-            prompt, texts = _whole_answers(row["prompt"], [row[name] for name in PAIR])
             margin = {} if row.get("margin") is None else {"margin": _number(row["margin"])}
             if margin and (margin["margin"] is None or margin["margin"] < 0):
                 raise UserError(f"'{path}': the margin {excerpt(row['margin'])} is no number of 0 or more.")
-            rankings[index] = {"prompt": prompt, "completions": texts, "scores": [1.0, 0.0], **margin}
+            rankings[index] = {
+                "prompt": row["prompt"],
+                "completions": [row[name] for name in PAIR],
+                "scores": [1.0, 0.0],
+                **margin,
+            }
         elif RANKED[0] in row and RANKED[1] in row:
             rankings[index] = {name: row[name] for name in ("prompt", *RANKED)}
         else:
@@ -126,12 +131,24 @@ def _label(where: str, row: Record) -> bool:
     return label
 
 
-def _whole_answers(prompt: Any, texts: list[str]) -> tuple[Any, list[str]]:
+def _whole_answers(row: Record) -> Record:
     """Give the answers of an HH-RLHF transcript back the words that both begin with."""
-    head, mark, tail = prompt.rpartition(_ASSISTANT) if isinstance(prompt, str) else ("", "", "")
-    if not mark or not head.startswith(_HUMAN):
-        return prompt, texts
-    return head + mark, [tail + text for text in texts]
+    head, mark, tail = row["prompt"].rpartition(_ASSISTANT) if isinstance(row["prompt"], str) else ("", "", "")
+    if not mark or not head.startswith(_HUMAN) or _HUMAN in tail:
+        return row
+    return {**row, "prompt": head + mark, **{name: tail + row[name] for name in PAIR}}
+
+
+def _split_at_word(row: Record) -> Record:
+    """Split a row without a prompt by `split_pair`; a word that two texts share in part stays with both."""
+    split = split_pair(row)
+    if "prompt" in row or not isinstance(prompt := split.get("prompt"), str):
+        return split
+    word = re.search(r"\s?\w+$", prompt)
+    if word is None or not any(re.match(r"\w", split[name]) for name in PAIR):
+        return split
+    texts = {name: word[0] + split[name] for name in PAIR}
+    return {**split, "prompt": prompt[: word.start()], **texts} if word.start() else row
 
 
 def transcript_messages(text: str) -> list[dict[str, str]] | None:
@@ -161,7 +178,7 @@ def _read(
     columns: Sequence[str] = layouts[0]
     path = find_table(path)
     for number, row in read_rows(path):
-        row = split_pair(rename_columns(path, row, names or {}))
+        row = _split_at_word(rename_columns(path, row, names or {}))
         row = _scored_list(row) if RANKED in layouts else row
         if not rows:
             columns = next((layout for layout in layouts if set(layout) <= set(row)), layouts[0])
@@ -188,7 +205,8 @@ def _read(
         if isinstance(row["prompt"], list):
             values["prompt"] = read_messages(row["prompt"], f"Row {number} of '{path}'")
         unread = {*PAIR, *RANKED, *SCORED, *VOTE} - {*columns}  # columns of other layouts
-        rows.append((number, {**{k: v for k, v in row.items() if k not in unread}, **values}))
+        record = {**{k: v for k, v in row.items() if k not in unread}, **values}
+        rows.append((number, _whole_answers(record) if columns == PAIR else record))
     if not rows:
         raise UserError(f"'{path}' holds no row.")
     return rows
