@@ -140,9 +140,8 @@ def test_a_conversation_has_the_form_of_the_template_and_only_the_policys_tokens
     TextFunctionReward(lambda completion: texts.append(completion) or 1.0).score(rollout.text, rollout.prompt)
     assert texts == [f"{called(CALL)}\nIt is 3"], "what tool and template wrote earns nothing"
     assert spelled_out(engine.encoder.tokenizer, texts[0]) is None
-    assert rollout.text[0][: rollout.tools[0].answers[0][0]] == f"{called(CALL)}<|im_end|>", (
-        "demonstrations keep the end"
-    )
+    learnt = rollout.text[0][: rollout.tools[0].answers[0][0]]
+    assert learnt == f"{called(CALL)}<|im_end|>", "demonstrations keep the end of a turn"
 
 
 @pytest.mark.parametrize(

@@ -250,7 +250,7 @@ class ToolPolicy:
             text=[
                 ToolCompletion(
                     self._text(s.ids(), ended=s.reason == "eos"),
-                    self._answer_spans(s),
+                    self._answer_spans(s, for_rewards=True),
                     s.outcome,
                     s.trace.calls if s.conversation is None else s.conversation.calls,
                 )
@@ -266,13 +266,24 @@ class ToolPolicy:
             tools=[replace(sample.trace, answers=self._answer_spans(sample)) for sample in samples],
         )
 
-    def _answer_spans(self, sample: _Sample) -> tuple[tuple[int, int], ...]:
-        """(begin, end) characters of the text that the tool wrote."""
-        edges, inside, ids = list[int](), False, sample.ids()
+    def _answer_spans(self, sample: _Sample, *, for_rewards: bool = False) -> tuple[tuple[int, int], ...]:
+        """(begin, end) characters of the text that the tool wrote.
+
+        `for_rewards`, which may refuse special tokens, a turn's end token belongs to the answer behind it, and the
+        blanks before the next turn do not.
+        """
+        edges, inside, ids, spans = list[int](), False, sample.ids(), list[tuple[int, int]]()
         for position, drawn in enumerate([*(bool(token.loss_mask) for token in sample.tokens), True]):
             if drawn == inside:
-                edges, inside = [*edges, len(self._text(ids[:position]))], not inside
-        return tuple((begin, end) for begin, end in zip(edges[::2], edges[1::2], strict=True) if begin < end)
+                edges, inside = [*edges, position], not inside
+        for first, last in zip(edges[::2], edges[1::2], strict=True):
+            begin, text = len(self._text(ids[:first])), self._text(ids[:last])
+            end = len(text)
+            blanks = end - max(begin, len(text.rstrip()))
+            if for_rewards and isinstance(self.use, ChatTurns) and (blanks or last == len(ids)):
+                begin, end = len(self._text(ids[: first - 1])), end - blanks
+            spans += [(begin, end)] * (begin < end)
+        return tuple(spans)
 
     def _text(self, ids: Sequence[int], *, ended: bool = False) -> str:
         """Decode a completion; in a conversation the end tokens of its earlier turns stay."""
