@@ -11,6 +11,7 @@ import pytest
 
 from visalign.data.sets.completion_files import load_pairs, load_votes
 from visalign.data.sets.prompt_files import load_demonstrations, load_prompts
+from visalign.data.sets.tables import read_rows
 from visalign.errors import UserError
 
 ASKED, RIGHT, WRONG = (
@@ -159,3 +160,23 @@ def test_a_column_of_tools_does_not_reach_the_model(tmp_path, load):
     path = write(tmp_path / "rows.jsonl", [{"messages": [ASKED, RIGHT], "tools": [{"type": "function"}]}])
     with pytest.warns(UserWarning, match="1 conversations have a column 'tools', which the model does not see"):
         load(path)
+
+
+@pytest.mark.parametrize("sign", [";", "\t", "|"])
+def test_commas_become_points_in_columns_of_numbers_alone(tmp_path, sign):
+    columns = {
+        "prompt": (["8,10", "3,4"], ["8,10", "3,4"]),
+        "answer": (["1,234", "3,5"], ["1,234", "3,5"]),
+        "gold": (["1,234", "42"], ["1,234", "42"]),  # may be thousands
+        "place": (["3,5", "left"], ["3,5", "left"]),
+        "a_left": (["1,234", "0,5"], ["1.234", "0.5"]),
+        "other": (["-3,25e-4", "NaN"], ["-3.25e-4", "NaN"]),
+        "mos": (["3,125", "4,250"], ["3.125", "4.250"]),
+        "label": (["0,25", "left"], ["0.25", "left"]),
+    }
+    lines = [columns, *zip(*(cells for cells, _ in columns.values()), strict=True)]
+    (tmp_path / "a.csv").write_text("\n".join(map(sign.join, lines)), encoding="utf-8-sig")
+    expected = [
+        dict(zip(columns, cells, strict=True)) for cells in zip(*(new for _, new in columns.values()), strict=True)
+    ]
+    assert [row for _, row in read_rows(tmp_path / "a.csv")] == expected

@@ -23,7 +23,18 @@ NumberedRows = Iterator[tuple[int, Row]]
 SEPARATORS = (",", ";", "\t", "|")
 """Separators tried when the first line of a .csv or .tsv file does not contain its own."""
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-_DECIMAL_COMMA = re.compile(r"-?\d+,\d+")
+_CELL = re.compile(
+    r"(?P<either>[+-]?[1-9]\d{0,2},\d{3})|(?P<decimal>[+-]?\d*,\d+(?:e[+-]?\d+)?)"
+    r"|(?P<point>[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?|nan|[+-]?inf)",
+    re.IGNORECASE,
+)
+"""Number with a comma before thousands or decimals (either) or before decimals, or without a comma."""
+_SCORES = ("mos", "std", "label", "reward", "score", "rating", "margin")  # columns whose commas separate decimals
+_TEXTS = (
+    *("prompt", "question", "problem", "instruction", "caption", "text", "messages", "conversations"),
+    *("answer", "solution", "completion", "response", "output", "chosen", "rejected"),
+)
+"""Columns that stay as they are, such as the answer 1,234."""
 
 
 def read_rows(path: str | Path, *, columns: Sequence[str] | None = None) -> NumberedRows:
@@ -193,11 +204,32 @@ def _delimiter(file: TextIO, path: Path) -> str:
     return present[0] if usual not in first_line and len(present) == 1 else usual
 
 
+def _decimal_columns(lines: Iterator[list[str]]) -> set[str]:
+    """Name the columns whose commas separate decimals: those of scores, and others of numbers alone."""
+    names = next(lines, [])
+    kinds: list[set[str | None]] = [set() for _ in names]
+    for values in lines:
+        for column, value in zip(kinds, values, strict=False):
+            if value:
+                column.add(cell.lastgroup if (cell := _CELL.fullmatch(value)) else "text")
+    numbers = {name for name, column in zip(names, kinds, strict=True) if "decimal" in column and "text" not in column}
+    return {name for name in names if plain_name(name) in _SCORES} | {
+        n for n in numbers if plain_name(n) not in _TEXTS
+    }
+
+
+def _with_point(value: str) -> str:
+    return value.replace(",", ".") if _CELL.fullmatch(value) else value
+
+
 def _read_delimited(path: Path, _: Sequence[str] | None) -> NumberedRows:
     with path.open(encoding="utf-8-sig", newline="") as file:
         delimiter = _delimiter(file, path)
         lines = csv.reader(file, delimiter=delimiter, strict=True)
         try:
+            decimals = set[str]() if delimiter == "," else _decimal_columns(lines)
+            file.seek(0)
+            lines = csv.reader(file, delimiter=delimiter, strict=True)
             names = next(lines, [])
             if not names or len(set(names)) < len(names):
                 raise UserError(f"'{path}' needs a first line that names the columns, each once.")
@@ -207,9 +239,8 @@ def _read_delimited(path: Path, _: Sequence[str] | None) -> NumberedRows:
                     raise UserError(
                         f"Line {lines.line_num} of '{path}' {fault}. Quote fields that hold '{delimiter}'."
                     )
-                if delimiter != ",":  # a comma inside a number then separates its decimals
-                    values = [v.replace(",", ".") if _DECIMAL_COMMA.fullmatch(v) else v for v in values]
-                yield lines.line_num, {name: value for name, value in zip(names, values, strict=True) if value}
+                row = {name: value for name, value in zip(names, values, strict=True) if value}
+                yield lines.line_num, row | {name: _with_point(row[name]) for name in decimals & row.keys()}
         except csv.Error as error:
             raise UserError(f"Line {lines.line_num} of '{path}' cannot be read as CSV: {error}.") from error
 
