@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from visalign.data.sets.completion_files import load_rankings, transcript_messages
+from visalign.data.sets.completion_files import load_rankings
 from visalign.data.sets.tables import listed
 from visalign.data.text_tasks.tasks import check_answer, misread, text_tasks
 from visalign.errors import UserError, excerpt
 from visalign.pipelines.shared.parts import Records, name_key, split_records
 from visalign.rewards.text.reward_model import answered_tokens
 from visalign.text.chat import PromptEncoder
+from visalign.text.messages import text_messages
 
 BINS = 8
 """Bins of the difference in length within which pairs are balanced."""
@@ -106,8 +107,8 @@ def tokenize(
         for completion, score in zip(record["completions"], record["scores"], strict=True):
             prompt = record["prompt"]
             if tokenizer.chat_template and isinstance(prompt, str):  # turns of HH-RLHF become the template's
-                *messages, answer = transcript_messages(prompt + completion) or [{"content": completion}]
-                prompt, completion = messages or prompt, answer["content"]
+                *messages, answer = text_messages(prompt + completion)
+                prompt, completion = (messages, answer["content"]) if messages else (prompt, completion)
             tokens = answered_tokens(tokenizer, encoder, prompt, completion)
             if len(tokens) > limit and not drop:
                 raise UserError(

@@ -64,7 +64,7 @@ class Batcher:
 
     While a batch is judged the next one collects. A batch that the judge refuses, or dies of, is judged again request
     by request, so that only the one at fault fails. A request larger than `max_batch` rows or `max_pixels` is its own
-    batch, and so is each where a judge compares the images of a call (`alone`). `max_wait` is in seconds, and
+    batch, and so is each where a judge compares the images of a call (`separate`). `max_wait` is in seconds, and
     `max_waiting` rows may wait in all. `judge.ask` runs in a thread.
     """
 
@@ -77,9 +77,9 @@ class Batcher:
         max_waiting: int = 4096,
         max_pixels: int = RequestLimits.max_pixels,
         timeout: float | None = 120.0,
-        alone: bool = False,
+        separate: bool = False,
     ) -> None:
-        self._judge, self._alone = judge, alone
+        self._judge, self._separate = judge, separate
         self.max_batch, self.max_wait, self.max_waiting = max_batch, max_wait, max_waiting
         self.max_pixels, self.timeout = max_pixels, timeout
         self.counts = {"requests": 0, "images": 0, "batches": 0, "given_up": 0}
@@ -145,7 +145,7 @@ class Batcher:
         room, pixels = self.max_batch, self.max_pixels
         while self._queue:
             request = self._queue[0].request
-            is_other = bool(batch) and (self._alone or (request.right is None) != (batch[0].request.right is None))
+            is_other = bool(batch) and (self._separate or (request.right is None) != (batch[0].request.right is None))
             if batch and (is_other or len(request) > room or request.pixels > pixels):
                 break
             room, pixels = room - len(request), pixels - request.pixels
@@ -194,7 +194,7 @@ def judge_server(
     comes. `card` is `judge_card` of the judge; requests must bring `token` as `Authorization: Bearer TOKEN`.
     """
     bounds = limits or RequestLimits()
-    batching |= {"alone": bool(card.get("needs_group") or card.get("needs_batch"))}
+    batching |= {"separate": bool(card.get("needs_group") or card.get("needs_batch"))}
     batcher = Batcher(judge, timeout=bounds.timeout, max_pixels=bounds.max_pixels, **batching)
     budget = ByteBudget(bounds)
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from visalign.data.sets.columns import Columns, parse_map
+from visalign.data.sets.columns import Columns, parse_map, read_table
 from visalign.data.sets.records import PreferenceSet, QualitySet
 from visalign.data.sets.sources import join_scores, load_preferences, load_source
 from visalign.data.sets.tables import read_rows
 from visalign.errors import UserError
+from visalign.pipelines.score.score import ScoreRow, encode_rows
 
 
 def pairs_of(folder: Path, values: list[Any], **columns: Any) -> list[float]:
@@ -117,6 +118,18 @@ def test_scores_of_an_image_under_several_prompts_are_joined_by_prompt(tmp_path:
     joined = join_scores(load_preferences(tmp_path / "set.csv"), tmp_path / "scores.csv")
     assert isinstance(joined, PreferenceSet)
     assert [(p.extra["r_left"], p.extra["r_right"]) for p in joined.pairs] == [("1", "3"), ("2", "4")]
+
+
+def test_texts_that_begin_like_formulas_are_read_back_from_csv(tmp_path: Path) -> None:
+    row = ScoreRow(image="=x.png", reward="r", value=1.0, unit="u", prompt="@home")
+    (tmp_path / "scores.csv").write_text(encode_rows([row], "csv"))
+    ((_, cells),) = read_table(tmp_path / "scores.csv", {})
+    assert (cells["image"], cells["prompt"]) == ("=x.png", "@home")
+
+
+def test_an_empty_completion_of_a_csv_is_a_completion(tmp_path: Path) -> None:
+    (tmp_path / "c.csv").write_text("prompt,completion\np,yes\nq,\n")
+    assert [row["image"] for _, row in read_table(tmp_path / "c.csv", {})] == ["text://yes", "text://"]
 
 
 def test_scores_of_chosen_and_rejected_follow_their_sides(tmp_path: Path) -> None:

@@ -238,10 +238,10 @@ def test_ratings_without_a_name_count_each(tmp_path):
 
 def test_an_empty_judgement_is_not_filled_from_another_column(tmp_path):
     (tmp_path / "r.csv").write_text("image,mos,score\na,1,9\nb,,7\n")
-    with pytest.raises(UserError, match="Row 3 .* 'mos' is None"):
+    with pytest.raises(UserError, match=r"Row 3 .* 'mos' is None"):
         load_source(str(tmp_path / "r.csv"))
     (tmp_path / "p.jsonl").write_text('{"image": "a", "rating": 1, "score": 9}\n{"image": "b", "score": 7}\n')
-    with pytest.raises(UserError, match="Row 2 .* 'mos' is None"):
+    with pytest.raises(UserError, match=r"Row 2 .* 'mos' is None"):
         load_source(str(tmp_path / "p.jsonl"))
 
 

@@ -23,7 +23,7 @@ from tests.support.models.language import save_tiny_language_model, tiny_config,
 from visalign.config import load_config
 from visalign.core.preference.bradley_terry import bradley_terry_loss, plackett_luce_loss
 from visalign.data.assets import resolve_model
-from visalign.data.sets.completion_files import load_rankings, transcript_messages
+from visalign.data.sets.completion_files import load_rankings
 from visalign.errors import ConfigError, UserError
 from visalign.pipelines.jobs import load_job
 from visalign.pipelines.text.parts import retokenized
@@ -37,6 +37,7 @@ from visalign.pipelines.train_reward.text_records import (
     tokenize,
 )
 from visalign.rewards import RewardError, load_text_reward
+from visalign.text.messages import text_messages
 from visalign.training.loop.metrics import read_metrics
 from visalign.training.reward.tasks import TASKS
 
@@ -199,7 +200,7 @@ def test_layouts(tmp_path: Path, row: dict[str, Any], prompt: Any, completions: 
 
 def test_turns_of_a_transcript_go_through_the_chat_template_and_stay_text_without_one() -> None:
     record = {"prompt": HH, "completions": [" ja", " no"], "scores": [1.0, 0.0]}
-    assert transcript_messages(HH + " ja") == [*CHAT, {"role": "assistant", "content": "ja"}]
+    assert text_messages(HH + " ja") == [*CHAT, {"role": "assistant", "content": "ja"}]
     for template, text in ((True, "<user>hi<end><assistant>ja<end>"), (False, HH + " ja")):
         tokenizer = tiny_tokenizer() if template else tiny_tokenizer(template=None)
         (element,) = tokenize([record], tokenizer, limit=48, drop=False, compares=True, left_out={})

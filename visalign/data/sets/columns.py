@@ -146,13 +146,15 @@ def names_of_rows(
 
     So an empty cell of it is not filled from another column.
     """
-    header, judged = dict.fromkeys(columns), dict[str, str]()
+    header, judgements = dict.fromkeys(columns), dict[str, str]()
     for number, row in rows:
-        if is_judged and (not judged or row.keys() - header.keys()):
+        if is_judged and (not judgements or row.keys() - header.keys()):
             header |= dict.fromkeys(row)
             usual = usual_names(header, names, is_judged=True)
-            judged = {ours: usual.get(ours, ours) for ours in JUDGED_NAMES if ours in {*usual, *header}} | judged
-        aliases = {ours: theirs for ours, theirs in judged.items() if theirs in row and theirs != ours}
+            judgements = {
+                ours: usual.get(ours, ours) for ours in JUDGED_NAMES if ours in {*usual, *header}
+            } | judgements
+        aliases = {ours: theirs for ours, theirs in judgements.items() if theirs in row and theirs != ours}
         yield number, row, aliases | usual_names(row, names, is_judged=False)
 
 
@@ -161,9 +163,13 @@ def read_table(path: str | Path, names: Mapping[str, str], *, is_judged: bool = 
     rows = read_rows(path)
     number, first = next(rows, (0, {}))
     header = column_names(path, first) if number else []
-    named = names_of_rows(chain([(number, first)] if number else [], rows), names, header, is_judged=is_judged)
-    for number, row, columns in named:
-        for pair in pair_answers(number, rename_columns(path, row, columns)):
+    is_text = Path(path).suffix.lower() in (".csv", ".tsv")  # where an empty completion is an empty cell
+    empty = {name: "" for name in ("completion", "chosen", "rejected") if is_text and name in header}
+    rows_with_names = names_of_rows(
+        chain([(number, first)] if number else [], rows), names, header, is_judged=is_judged
+    )
+    for number, row, columns in rows_with_names:
+        for pair in pair_answers(number, empty | rename_columns(path, row, columns)):
             yield number, refer_to_texts(refer_to_images(path, number, pair, columns))
 
 

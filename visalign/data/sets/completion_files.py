@@ -151,15 +151,6 @@ def _split_at_word(row: Record) -> Record:
     return {**split, "prompt": prompt[: word.start()], **texts} if word.start() else row
 
 
-def transcript_messages(text: str) -> list[dict[str, str]] | None:
-    """Return the messages of an HH-RLHF transcript, or None for another text."""
-    if not text.startswith(_HUMAN):
-        return None
-    turns = re.split(f"({_HUMAN}|{_ASSISTANT})", text)[1:]
-    roles = {_HUMAN: "user", _ASSISTANT: "assistant"}
-    return [{"role": roles[mark], "content": turn.strip()} for mark, turn in zip(turns[::2], turns[1::2], strict=True)]
-
-
 def check_votes(where: str, votes: Sequence[Mapping[str, Any]]) -> None:
     """Refuse votes that are all good or all bad."""
     good = sum(record["label"] for record in votes)

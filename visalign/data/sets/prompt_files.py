@@ -38,10 +38,10 @@ TOOL_ANSWERS = "tool_answers"  # Field with the [start, end] character spans of 
 CHAT = "text or a list of messages"
 _ROLES = {
     **{role: role for role in ("system", "user", "assistant", "tool")},
-    **{"developer": "system", "human": "user", "observation": "tool"},
+    **{"developer": "system", "human": "user", **dict.fromkeys(("observation", "function", "ipython"), "tool")},
     **dict.fromkeys(("gpt", "chatgpt", "bing", "model", "function_call"), "assistant"),
 }
-"""Role in a file (OpenAI's, ShareGPT's, LLaMA-Factory's) -> role that chat templates read."""
+"""Role in a file (OpenAI's, ShareGPT's, LLaMA-Factory's, Llama's) -> role that chat templates read."""
 EXAMPLE = '{"prompt": "1 + 1 = ?", "completion": "2"}'
 _SOURCES = 'Give each prompt one: a .jsonl file of {"prompt": "make it blue", "source": "cup.png"}.'
 

@@ -43,8 +43,8 @@ def mean_ratings(ratings: QualitySet) -> QualitySet:
 
 
 def _mean(records: list[QualityRecord]) -> QualityRecord:
-    named = {record.annotator: record.mos for record in records if record.annotator is not None}  # one rating each
-    scores = [*named.values(), *(record.mos for record in records if record.annotator is None)]
+    of_raters = {record.annotator: record.mos for record in records if record.annotator is not None}  # one rating each
+    scores = [*of_raters.values(), *(record.mos for record in records if record.annotator is None)]
     std = float(np.std(scores, ddof=1)) if len(scores) > 1 else records[0].std
     extra = {**records[0].extra, "ratings": len(scores)}
     return replace(records[0], mos=float(np.mean(scores)), std=std, annotator=None, extra=extra)

@@ -48,7 +48,7 @@ class PreferencePair:
 
     @property
     def label_against_votes(self) -> bool:
-        """Whether the label names another side than the votes; then the label counts."""
+        """True where the label names another side than the votes; then the label counts."""
         return self.votes is not None and np.sign(self.votes[0] - self.votes[1]) != np.sign(self.label - 0.5)
 
     def swapped(self) -> PreferencePair:

@@ -29,6 +29,7 @@ _CELL = re.compile(
     re.IGNORECASE,
 )
 """Number with a comma before thousands or decimals (either) or before decimals, or without a comma."""
+_ESCAPED = ("'=", "'+", "'-", "'@")  # Texts as spreadsheets and `visalign score` keep them from being formulas
 _SCORES = ("mos", "std", "label", "reward", "score", "rating", "margin")  # columns whose commas separate decimals
 _TEXTS = (
     *("prompt", "question", "problem", "instruction", "caption", "text", "messages", "conversations"),
@@ -239,6 +240,7 @@ def _read_delimited(path: Path, _: Sequence[str] | None) -> NumberedRows:
                     raise UserError(
                         f"Line {lines.line_num} of '{path}' {fault}. Quote fields that hold '{delimiter}'."
                     )
+                values = [v[1:] if v.startswith(_ESCAPED) else v for v in values]
                 row = {name: value for name, value in zip(names, values, strict=True) if value}
                 yield lines.line_num, row | {name: _with_point(row[name]) for name in decimals & row.keys()}
         except csv.Error as error:

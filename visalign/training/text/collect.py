@@ -200,8 +200,8 @@ def _score(parts: TextParts, pending: PendingRound, clock: PhaseClock) -> _Round
     )
     valid, skipped = columns.pop("valid") != 0, columns.pop("skipped") != 0
     # a prompt that was too long is no failure of the reward
-    judged = replace(scores, valid=scores.valid.cpu() | ~fits)
-    check_failures(judged, valid | skipped, parts.rollout.max_failure_rate, parts.reward.name)
+    counted = replace(scores, valid=scores.valid.cpu() | ~fits)
+    check_failures(counted, valid | skipped, parts.rollout.max_failure_rate, parts.reward.name)
     width = int(columns.pop("width").max())
     reward = columns["value"].float()
     if parts.objective.advantage in MATRIX_ADVANTAGES:
