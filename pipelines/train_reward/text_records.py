@@ -17,7 +17,6 @@ from visalign.errors import UserError, excerpt
 from visalign.pipelines.shared.parts import Records, name_key, split_records
 from visalign.rewards.text.reward_model import answered_tokens
 from visalign.text.chat import PromptEncoder
-from visalign.text.messages import text_messages
 
 BINS = 8
 """Bins of the difference in length within which pairs are balanced."""
@@ -105,11 +104,7 @@ def tokenize(
         ids: list[list[int]] = []
         scores: list[float] = []
         for completion, score in zip(record["completions"], record["scores"], strict=True):
-            prompt = record["prompt"]
-            if tokenizer.chat_template and isinstance(prompt, str):  # turns of HH-RLHF become the template's
-                *messages, answer = text_messages(prompt + completion)
-                prompt, completion = (messages, answer["content"]) if messages else (prompt, completion)
-            tokens = answered_tokens(tokenizer, encoder, prompt, completion)
+            tokens = answered_tokens(tokenizer, encoder, record["prompt"], completion)
             if len(tokens) > limit and not drop:
                 raise UserError(
                     f"the completion {excerpt(completion)} with its prompt has {len(tokens)} tokens; the model reads "

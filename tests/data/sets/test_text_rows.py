@@ -44,6 +44,26 @@ def test_the_side_of_the_chosen_is_drawn_and_conversations_come_back():
     assert text_prompt('[{"a": 1}]') == '[{"a": 1}]' and text_prompt('[{"x') == '[{"x'
 
 
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "prompt"),
+    [
+        (
+            "\n\nHuman: Pet?\n\nAssistant: I like cats",
+            "\n\nHuman: Pet?\n\nAssistant: I like",
+            "\n\nHuman: Pet?\n\nAssistant:",
+        ),
+        ("Say it: catfish", "Say it: cattle", "Say it:"),
+        ("Say it: no, never", "Say it: no", "Say it: no"),
+    ],
+)
+def test_answers_of_texts_without_a_prompt_are_whole(chosen, rejected, prompt):
+    row = refer_to_texts({"chosen": chosen, "rejected": rejected})
+    other = "right" if row["label"] == "left" else "left"
+    texts = {f"text://{chosen.removeprefix(prompt)}", f"text://{rejected.removeprefix(prompt)}"}
+    assert row["prompt"] == prompt and {row["image_left"], row["image_right"]} == texts
+    assert row[f"image_{other}"] == f"text://{rejected.removeprefix(prompt)}"
+
+
 def test_a_whole_conversation_that_begins_the_other_leaves_an_empty_answer():
     head = "\n\nHuman: q\n\nAssistant:"
     assert split_pair({"chosen": f"{head} yes", "rejected": head})["rejected"] == ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,13 +19,12 @@ from .columns import parse_bool, rename_columns
 from .hub_datasets import find_table
 from .prompt_files import is_prompt, read_messages, with_answer
 from .tables import listed, read_rows, require_columns
-from .text_rows import completion_text, split_pair
+from .text_rows import completion_text, split_pair, whole_answers
 
 Record = dict[str, Any]
 NumberedRecord = tuple[int, Record]
 PAIR, VOTE, SCORED = ("chosen", "rejected"), ("completion", "label"), ("completion", "reward")
 RANKED = ("completions", "scores")  # The columns, besides "prompt", of the layouts; the first two are TRL's
-_HUMAN, _ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 """What begins the turns of HH-RLHF's transcripts."""
 
 
@@ -131,26 +129,6 @@ def _label(where: str, row: Record) -> bool:
     return label
 
 
-def _whole_answers(row: Record) -> Record:
-    """Give the answers of an HH-RLHF transcript back the words that both begin with."""
-    head, mark, tail = row["prompt"].rpartition(_ASSISTANT) if isinstance(row["prompt"], str) else ("", "", "")
-    if not mark or not head.startswith(_HUMAN) or _HUMAN in tail:
-        return row
-    return {**row, "prompt": head + mark, **{name: tail + row[name] for name in PAIR}}
-
-
-def _split_at_word(row: Record) -> Record:
-    """Split a row without a prompt by `split_pair`; a word that two texts share in part stays with both."""
-    split = split_pair(row)
-    if "prompt" in row or not isinstance(prompt := split.get("prompt"), str):
-        return split
-    word = re.search(r"\s?\w+$", prompt)
-    if word is None or not any(re.match(r"\w", split[name]) for name in PAIR):
-        return split
-    texts = {name: word[0] + split[name] for name in PAIR}
-    return {**split, "prompt": prompt[: word.start()], **texts} if word.start() else row
-
-
 def check_votes(where: str, votes: Sequence[Mapping[str, Any]]) -> None:
     """Refuse votes that are all good or all bad."""
     good = sum(record["label"] for record in votes)
@@ -169,7 +147,7 @@ def _read(
     columns: Sequence[str] = layouts[0]
     path = find_table(path)
     for number, row in read_rows(path):
-        row = _split_at_word(rename_columns(path, row, names or {}))
+        row = split_pair(rename_columns(path, row, names or {}))
         row = _scored_list(row) if RANKED in layouts else row
         if not rows:
             columns = next((layout for layout in layouts if set(layout) <= set(row)), layouts[0])
@@ -197,7 +175,7 @@ def _read(
             values["prompt"] = read_messages(row["prompt"], f"Row {number} of '{path}'")
         unread = {*PAIR, *RANKED, *SCORED, *VOTE} - {*columns}  # columns of other layouts
         record = {**{k: v for k, v in row.items() if k not in unread}, **values}
-        rows.append((number, _whole_answers(record) if columns == PAIR else record))
+        rows.append((number, whole_answers(record) if columns == PAIR else record))
     if not rows:
         raise UserError(f"'{path}' holds no row.")
     return rows

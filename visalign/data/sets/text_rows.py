@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +19,7 @@ from .tables import Row
 
 PAIR = ("chosen", "rejected")
 SIDES = ("left", "right")
+HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"  # Marks of the turns of a transcript of HH-RLHF
 
 
 def completion_text(value: Any) -> str | None:
@@ -33,12 +35,23 @@ def split_pair(row: Row) -> Row:
         return {**row, "prompt": chosen[:-1], PAIR[0]: chosen[-1:], PAIR[1]: rejected[-1:]}
     if "prompt" in row or not (isinstance(chosen, str) and isinstance(rejected, str)):
         return row
-    size = next(
-        (n for n, pair in enumerate(zip(chosen, rejected, strict=False)) if len({*pair}) > 1),
-        min(len(chosen), len(rejected)),
-    )
+    ends = (n for n, pair in enumerate(zip(chosen, rejected, strict=False)) if len({*pair}) > 1)
+    size = next(ends, min(len(chosen), len(rejected)))
+    word = re.search(r"\w+$", chosen[:size])
+    if word and any(re.match(r"\w", text[size:]) for text in (chosen, rejected)):
+        size = word.start()  # of a word that both share in part
     size -= chosen[:size].endswith(" ")  # a blank belongs to the word behind it, as in TRL
-    return {**row, "prompt": chosen[:size], PAIR[0]: chosen[size:], PAIR[1]: rejected[size:]} if size else row
+    split = {**row, "prompt": chosen[:size], PAIR[0]: chosen[size:], PAIR[1]: rejected[size:]}
+    return whole_answers(split) if size else row
+
+
+def whole_answers(row: Row) -> Row:
+    """Give the answers of an HH-RLHF transcript back the words that both begin with, which its prompt ends with."""
+    prompt = row.get("prompt")
+    head, mark, tail = prompt.rpartition(ASSISTANT) if isinstance(prompt, str) else ("", "", "")
+    if not mark or not head.startswith(HUMAN) or HUMAN in tail:
+        return row
+    return {**row, "prompt": head + mark, **{name: tail + row[name] for name in PAIR}}
 
 
 def pair_answers(number: int, row: Row) -> list[Row]:
@@ -75,6 +88,9 @@ def refer_to_texts(row: Row) -> Row:
         return row
     row = split_pair(row)
     texts = {name: completion_text(row[name]) for name in ("completion", *PAIR) if name in row}
+    if texts.keys() == {*PAIR} and None not in texts.values():
+        row = whole_answers(row | texts)
+        texts = {name: row[name] for name in PAIR}
     if None in texts.values() or not (texts.keys() >= {*PAIR} or "completion" in texts):
         return row
     rest = {name: value for name, value in row.items() if name not in texts}
