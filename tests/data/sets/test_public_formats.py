@@ -17,7 +17,7 @@ from visalign.data.sets.columns import Columns, parse_scores
 from visalign.data.sets.hub_datasets import find_table
 from visalign.data.sets.prompt_files import load_demonstrations, load_prompts
 from visalign.data.sets.records import PreferenceSet, QualitySet
-from visalign.data.sets.sources import load_source
+from visalign.data.sets.sources import load_preferences, load_quality, load_source
 from visalign.data.sets.tables import read_rows
 from visalign.errors import UserError
 from visalign.pipelines.compare.agree_rewards import read_set
@@ -227,12 +227,12 @@ def test_a_note_on_a_region_is_not_its_annotator(tmp_path):
     annotations = [{"completed_by": user, "result": [note, choice]} for user in (1, 2)]
     data = {"prompt": "p", "image_left": "a.png", "image_right": "b.png"}
     (tmp_path / "export.json").write_text(json.dumps([{"data": data, "annotations": annotations}]))
-    assert [pair.annotator for pair in load_source(str(tmp_path / "export.json")).pairs] == ["1", "2"]
+    assert [pair.annotator for pair in load_preferences(tmp_path / "export.json").pairs] == ["1", "2"]
 
 
 def test_ratings_without_a_name_count_each(tmp_path):
     (tmp_path / "r.csv").write_text("image,mos,annotator\na,1,\na,1,\na,1,\na,5,ann\nb,2,ann\n")
-    record = load_source(str(tmp_path / "r.csv")).records[0]
+    record = load_quality(tmp_path / "r.csv").records[0]
     assert (record.mos, record.extra["ratings"]) == (2.0, 4)
 
 

@@ -321,7 +321,7 @@ class Groups:
 
     def score(self, images: Any, prompts: Any, metadata: Any = None) -> Scores:
         request = read_request(self.name, images, prompts, metadata)
-        means = torch.stack([image.mean() for image in request.images.images])
+        means = torch.stack([image.mean() for image in request.images.images if image is not None])
         groups = torch.tensor([record["group_id"] for record in metadata])
         of_group = (groups[:, None] == groups).float() @ means
         return make_scores(means / of_group, [None] * len(means), self.unit)
