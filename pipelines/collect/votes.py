@@ -201,6 +201,7 @@ def _completions(pair: PreferencePair) -> dict[str, Any]:
     answers = [dict(answer) for answer in row.pop("answers", ())]
     probs = [1 - a.pop("prob") if swap else a.pop("prob") for a in answers if "prob" in a]
     row |= {"answers": rest} if (rest := [answer for answer in answers if answer.keys() - {"annotator"}]) else {}
+    row |= {"vote_share": 1 - row["vote_share"]} if swap and "vote_share" in row else {}
     texts = {"prompt": text_prompt(row["prompt"]), "chosen": chosen, "rejected": rejected, "share": share}
     return row | texts | ({"prob": fmean(probs)} if probs else {})
 

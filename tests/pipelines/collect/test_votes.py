@@ -25,7 +25,7 @@ from visalign.interfaces import Preferences
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.collect.judge_votes import judge_votes
 from visalign.pipelines.collect.store import Plan, VoteStore
-from visalign.pipelines.collect.tasks import QUALITY_WORDS, Form, Task
+from visalign.pipelines.collect.tasks import QUALITY_WORDS, SIDES, Form, Task
 from visalign.pipelines.collect.votes import export_rows, report, select_votes, vote_rows, with_images, write_rows
 
 SETTINGS = IntervalSettings(resamples=200)
@@ -227,3 +227,14 @@ def test_the_command(tmp_path):
     ):
         reply = run.invoke(app, ["collect", *arguments])
         assert reply.exit_code == 2 and why in reply.output.replace("\n", " "), reply.output
+
+
+def test_the_share_of_votes_for_chosen_goes_with_the_sides(tmp_path):
+    texts = ("text://plain", "text://rich")
+    tasks = [Task(prompt=f"p{number}", images=texts[:: 1 - 2 * (number % 2)]) for number in range(6)]
+    store = VoteStore.create(tmp_path / "t.sqlite", tasks, Form(), Plan(votes=0, repeat_every=0))
+    for name, favourite in (("a", "rich"), ("b", "rich"), ("c", "plain")):
+        vote_all(store, name, lambda task, text=favourite: {"choice": SIDES[task.images.index(f"text://{text}")]})
+    rows = export_rows(store, select_votes(store), model=True)
+    assert {row["chosen"] for row in rows} == {"rich"}
+    assert [row["vote_share"] for row in rows] == pytest.approx([2 / 3] * 6)
