@@ -146,7 +146,7 @@ def policy_loss(row: Objective) -> Callable[..., tuple[Tensor, dict[str, float]]
 
 def advantage_estimator(row: Objective) -> Callable[..., tuple[Tensor, Tensor]]:
     """A row's advantages as an estimator of verl, over the whole batch; a NaN reward leaves its group, with advantage
-    0.
+    0. The reward of a masked token is its sample's.
     """
     zeros: dict[str, Any] = dict.fromkeys(("kl", "kl_in_reward", "entropy", "value", "ptx"), 0.0)
     choices: dict[str, Any] = {"selection": None, "selection_options": {}, "step_weight": "uniform"}
@@ -157,12 +157,14 @@ def advantage_estimator(row: Objective) -> Callable[..., tuple[Tensor, Tensor]]:
     ) -> tuple[Tensor, Tensor]:
         weight = response_mask.float()
         finite = torch.isfinite(token_level_rewards.sum(-1))
+        # verl writes a sample's reward on its last token, which a tool may have written
+        outside = torch.where(weight == 0, token_level_rewards, 0.0).sum(-1).float()
         prepared = row.prepare(
             Trajectories(
                 weight=weight,
                 old_log_prob=torch.zeros_like(weight),
                 group=range(len(weight)) if index is None else list(index),
-                reward=torch.where(finite, 0.0, torch.nan),
+                reward=torch.where(finite, outside, torch.nan),
                 process_reward=torch.where(finite[:, None], token_level_rewards, 0.0).float(),
             )
         )
@@ -255,8 +257,8 @@ def compute_score(
 ) -> float:
     """Score a sample, larger is better, as verl's `custom_reward_function` and verl-omni's `reward_functions`.
 
-    `data_source` is not read. `solution_str` is a text reward's response, `ground_truth` its `answer`, or an image's
-    prompt; `extra_info` further metadata, with the `prompt`. `judge` is as in `load_text_reward`, or for
+    `data_source` is not read. `solution_str` is a text reward's response, `ground_truth` its `answer`, or the text of
+    an image's prompt; `extra_info` further metadata, with the `prompt`. `judge` is as in `load_text_reward`, or for
     `solution_image` (uint8 or float [C, H, W]) `load_reward`, with `options`. `on_failure` "raise" stops the training,
     "nan" is for estimators of ours.
     """
