@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from visalign.rewards.base.contract import RewardError
+
 PLUGIN = "visalign.integrations.verl"
 
 
@@ -45,3 +47,28 @@ def test_a_reward_on_a_masked_token_counts(plugin: Any, name: str) -> None:
     if name == "grpo":
         total = torch.tensor([1.0, 1.0, 0.25, 0.0])
         assert torch.allclose(advantage[:4, 0], (total - total.mean()) / total.std(), atol=5e-4)
+
+
+def test_rows_of_other_inputs_have_no_advantage(plugin: Any) -> None:
+    """Rows that need what verl does not pass to an estimator are refused by name."""
+    estimate = plugin.algorithms.ADV_ESTIMATOR_REGISTRY["visalign:optimal_token_baseline"]
+    with pytest.raises(ValueError, match=r"needs sum_p2, which verl does not hand to an estimator"):
+        estimate(torch.ones(2, 3), torch.ones(2, 3), ["a"] * 2)
+
+
+def test_an_image_is_scored_for_a_text_alone(plugin: Any) -> None:
+    image = torch.rand(3, 16, 16)
+
+    def score(truth: Any, judge: str = f"{__file__}:length", **extra: Any) -> float:
+        return plugin.compute_score("set", None, truth, extra, judge=judge, solution_image=image)
+
+    assert (score("a cup"), score("a cup", prompt="a red cup"), score({"answer": 4}, prompt="cup")) == (5, 9, 3)
+    for truth in (None, " ", {"answer": "a cup"}):
+        with pytest.raises(RewardError, match=r"The sample has no prompt.*extra_info\[\"prompt\"\]"):
+            score(truth)
+    assert score(None, "saturation") == score("a cup", "saturation")  # reads no prompt
+
+
+def length(images: Any, prompts: list[str], metadata: Any) -> list[float]:
+    """Number of characters of each prompt."""
+    return [float(len(prompt)) for prompt in prompts]

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from visalign.core import NAMED, Counts, Objective, PolicyOutput, Prepared, Trajectories, row_tokens
 from visalign.core.objective.stages import ADVANTAGES
+from visalign.rewards.base.contract import RewardError
 
 from .hosts import host, required_inputs
 from .judges import OnFailure, image_scores, text_scores
@@ -74,7 +75,7 @@ def no_advantage(row: Objective) -> str | None:
     """Return the reason that a row's advantages cannot be computed in verl; None where they can."""
     name = row.advantage
     needs = required_inputs(replace(row, surrogate="reinforce", surrogate_options={}, selection=None, kl=0, ptx=0))
-    fields = "metric process_reward advantage entropy bundle reference_reward likelihood rank".split()
+    fields = "metric process_reward advantage entropy bundle reference_reward likelihood rank sum_p2".split()
     absent = next((field for field in fields if field in needs), None)
     log_prob = "ref_log_prob" if "ref_log_prob" in ADVANTAGES[name].needs else None
     log_prob = "old_log_prob" if name == "perplexity" else log_prob
@@ -269,7 +270,12 @@ def compute_score(
     if ground_truth is not None:  # data sets of verl keep a worked solution as extra_info["answer"]
         record["answer"] = ground_truth
     if solution_image is not None:
-        prompt = record.get("prompt") or str(ground_truth)
+        prompt = record.get("prompt") or (ground_truth if isinstance(ground_truth, str) else "")
+        if reward.capabilities.needs_prompt and not (prompt and str(prompt).strip()):
+            raise RewardError(
+                f"The sample has no prompt, which {judge!r} reads. Put the text that the image should show into "
+                'extra_info["prompt"] of the data set, or into ground_truth of its reward_model.'
+            )
         return image_scores(reward, solution_image[None], [prompt], [record], on_failure)[0]
     [value] = text_scores(reward, [solution_str], [record.get("prompt") or ""], [record], on_failure)
     return float("nan") if value is None else value
