@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -116,20 +117,28 @@ def export_rows(store: VoteStore, votes: Sequence[Vote], *, model: bool = False)
 
 
 def vote_rows(store: VoteStore, votes: Sequence[Vote]) -> list[dict[str, Any]]:
-    """Build a row per vote for the exports to other tools: prompt, images, annotator, and label or mos."""
-    rows = []
+    """Build a row per vote for the exports to other tools: prompt, images, annotator, and label or mos.
+
+    Other answers are left out, with a warning that counts them.
+    """
+    rows, left_out = [], Counter[str]()
+    label, answer = ("label", "choice") if store.is_pairs else ("mos", "slider")
     if len(store.places) > 2:
         raise UserError("--format is for votes on pairs and single images, and these are on groups. Leave it out.")
     for vote in sorted(_countable(store, votes), key=lambda vote: vote.task):
         task = store.tasks[vote.task]
         names = ("image_left", "image_right") if store.is_pairs else ("image",)
-        label, answer = ("label", "choice") if store.is_pairs else ("mos", "slider")
         models = {name: task.extra[name] for name in ("generator_left", "generator_right") if name in task.extra}
         row = {"prompt": task.prompt, **dict(zip(names, task.images, strict=True)), **models}
+        left_out.update(vote.answer.keys() & {"slider", "checklist", "boxes", "text"} - {answer})
         if answer in vote.answer:
             rows.append(row | {"annotator": vote.annotator, label: vote.answer[answer]})
     if not rows:
         raise UserError(f"'{store.path}' holds no choice and no grade to export. Leave --format out.")
+    if left_out:
+        counts = ", ".join(f"{name} of {count} votes" for name, count in sorted(left_out.items()))
+        message = f"--format writes the {label} of each vote. Left out: {counts}. Without --format all are written."
+        warnings.warn(message, stacklevel=2)
     return rows
 
 
@@ -174,12 +183,13 @@ def _pair_row(task: Task, votes: Sequence[Vote], soft: tuple[float, float] | Non
 
 
 def _group_rows(task: Task, votes: Sequence[Vote]) -> list[dict[str, Any]]:
-    """Build the pairs of a group of which one image or both were chosen."""
+    """Build the pairs of a group of which one image or both were chosen; each has the other answers of all voters."""
     counts, rows = Counter(vote.answer["choice"] for vote in votes), []
     for (first, left), (second, right) in combinations(zip(task.places, task.images, strict=True), 2):
         if total := counts[first] + counts[second]:
             sides = {first: 1.0, second: 0.0}
             ballots = [(vote.annotator, sides.get(vote.answer["choice"])) for vote in votes]
+            others = _other_answers(votes, {first: "left", second: "right"})
             pair = PreferencePair(
                 prompt=task.prompt,
                 image_left=left,
@@ -187,7 +197,7 @@ def _group_rows(task: Task, votes: Sequence[Vote]) -> list[dict[str, Any]]:
                 label=counts[first] / total,
                 votes=(counts[first], counts[second], 0),
                 ballots=tuple((name, side) for name, side in ballots if side is not None),
-                extra={**task.extra, "best_of": len(task.images)},
+                extra={**task.extra, "best_of": len(task.images), "voters": len(votes), **others},
             )
             rows.append(pair.to_row())
     return rows
@@ -215,14 +225,20 @@ def _image_row(task: Task, votes: Sequence[Vote], best: Mapping[str, int]) -> di
     return QualityRecord(image=image, mos=fmean(grades), std=std, prompt=task.prompt, extra=extra).to_row()
 
 
-def _other_answers(votes: Iterable[Vote]) -> dict[str, Any]:
-    """Collect the counts [yes, no] of the checklist, and the boxes, texts and probabilities of each voter."""
+def _other_answers(votes: Iterable[Vote], sides: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Collect the counts [yes, no] of the checklist, and each voter's grade, boxes, text and probability.
+
+    `sides` names the side of each place whose boxes are kept: left and right, or the two places of a group's pair.
+    """
+    sides = sides or {"left": "left", "right": "right"}
     checklist: dict[str, list[int]] = {}
     answers = []
     for vote in votes:
         for question, yes in vote.answer.get("checklist", {}).items():
             checklist.setdefault(question, [0, 0])[0 if yes else 1] += 1
-        marks = {name: vote.answer[name] for name in ("boxes", "text", "prob") if vote.answer.get(name)}
+        boxes = [[sides[place], *ends] for place, *ends in vote.answer.get("boxes", ()) if place in sides]
+        answer = {**vote.answer, "boxes": boxes}
+        marks = {name: answer[name] for name in ("slider", "boxes", "text", "prob") if answer.get(name)}
         answers += [{"annotator": vote.annotator, **marks}] if marks else []
     return ({"checklist": checklist} if checklist else {}) | ({"answers": answers} if answers else {})
 

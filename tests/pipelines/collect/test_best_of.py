@@ -12,12 +12,14 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from tests.pipelines.collect.test_server import browser, in_browser, open_page, serving, type_name  # noqa: F401
+from visalign.data.sets.marks import load_marks
 from visalign.data.sets.sources import load_preferences
 from visalign.errors import UserError
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.collect.server import vote_server
 from visalign.pipelines.collect.store import Plan, VoteStore
 from visalign.pipelines.collect.tasks import Form, read_tasks
+from visalign.pipelines.collect.votes import export_rows, write_rows
 
 
 def _images(folder: Path, prompts: int = 3, per_prompt: int = 4) -> Path:
@@ -82,6 +84,31 @@ def test_export_and_report(tmp_path):
     assert refused.exit_code == 2 and "--model is of pairs" in refused.output
     refused = run(app, ["collect", f"{tmp_path}/w.sqlite", f"{tmp_path}/set", "--best-of", "4", "--single"])
     assert refused.exit_code == 2 and "Leave --single" in refused.output and not (tmp_path / "w.sqlite").exists()
+
+
+def test_export_keeps_the_other_answers_of_every_voter(tmp_path):
+    """Ada chooses image 3 and marks a fault of image 1, Bo chooses image 1."""
+    tasks = read_tasks([str(_images(tmp_path / "set", prompts=1))], single=False, best_of=4)
+    form, plan = Form(checklist=("sharp?",), boxes=True, text=True), Plan(votes=0, gold_every=0, repeat_every=0)
+    with closing(VoteStore.create(tmp_path / "v.sqlite", tasks, form, plan)) as store:
+        for name, number in (("Ada", 3), ("Bo", 1)):
+            store.join(name)
+            question = store.next(name)
+            place = {question.image(place)[-5]: place for place in question.task.places}
+            marks = {"text": "good hands", "boxes": [[place["1"], 0.1, 0.2, 0.5, 0.6]]} if name == "Ada" else {}
+            answer = {"choice": place[str(number)], "checklist": {"sharp?": name == "Ada"}, **marks}
+            store.vote(name, question.assignment, answer, client=name, seconds=1.0)
+        rows = export_rows(store, store.votes())
+    assert len(rows) == 5 and all(row["checklist"] == {"sharp?": [1, 1]} and row["voters"] == 2 for row in rows)
+    for row in rows:
+        sides = [side for side in ("left", "right") if row[f"image_{side}"].endswith("_1.png")]
+        boxes = {"boxes": [[sides[0], 0.1, 0.2, 0.5, 0.6]]} if sides else {}
+        assert row["answers"] == [{"annotator": "Ada", "text": "good hands", **boxes}]
+    write_rows(tmp_path / "pairs.jsonl", rows)
+    marked = load_marks(tmp_path / "pairs.jsonl")
+    assert {(Path(image.image).stem[-1], image.voters, len(image.boxes)) for image in marked} == {
+        (number, 2, int(number == "1")) for number in "0123"
+    }
 
 
 @pytest.mark.slow

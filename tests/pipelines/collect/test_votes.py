@@ -238,3 +238,16 @@ def test_the_share_of_votes_for_chosen_goes_with_the_sides(tmp_path):
     rows = export_rows(store, select_votes(store), model=True)
     assert {row["chosen"] for row in rows} == {"rich"}
     assert [row["vote_share"] for row in rows] == pytest.approx([2 / 3] * 6)
+
+
+def test_grades_of_pairs_are_exported_and_other_tools_are_told_what_they_lack(tmp_path):
+    store = made(tmp_path, slider=QUALITY_WORDS, text=True)
+    vote_all(store, "a", lambda task: {"choice": "right", "slider": 4.0, "text": "dark"})
+    vote_all(store, "b", lambda task: {"choice": "right", "slider": 2.5})
+    rows = export_rows(store, select_votes(store))
+    assert rows[0]["answers"] == [
+        {"annotator": "a", "slider": 4.0, "text": "dark"},
+        {"annotator": "b", "slider": 2.5},
+    ]
+    with pytest.warns(UserWarning, match=r"label of each vote. Left out: slider of 16 votes, text of 8 votes"):
+        assert len(vote_rows(store, select_votes(store))) == 16
