@@ -25,9 +25,9 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter
+from pydantic import AfterValidator, TypeAdapter
 
 from visalign.errors import UserError
 from visalign.settings import Natural, settings
@@ -78,6 +78,14 @@ class VoteRefused(UserError):
         self.status = status
 
 
+def voter_name(name: str) -> str:
+    """Normalise the blanks of a name: "Ada " and "Ada" are one voter."""
+    name = " ".join(name.split())
+    if not name or len(name) > MAX_NAME or not name.isprintable():
+        raise UserError(f"A name has 1 to {MAX_NAME} letters; got {name[:MAX_NAME]!r}.")
+    return name
+
+
 @settings("plan")
 class Plan:
     """Rules by which tasks are assigned."""
@@ -86,7 +94,7 @@ class Plan:
     gold_every: Natural = 10  # Each n-th task has a known answer, while there are any; 0: none
     repeat_every: Natural = 15  # Each n-th task repeats an earlier one with its sides exchanged; 0: none
     seed: int = 0  # Random seed of order and sides
-    allowed: tuple[str, ...] = ()  # Names that may vote; empty: all
+    allowed: tuple[Annotated[str, AfterValidator(voter_name)], ...] = ()  # Names that may vote; empty: all
 
 
 @dataclass(frozen=True)
@@ -184,9 +192,7 @@ class VoteStore:
 
     def join(self, name: str, *, judge: bool = False) -> str:
         """Register a voter and return their secret; a judge may register again."""
-        name = " ".join(name.split())  # "Ada " and "Ada" are one voter
-        if not name or len(name) > MAX_NAME or not name.isprintable():
-            raise UserError(f"A name has 1 to {MAX_NAME} letters; got {name[:MAX_NAME]!r}.")
+        name = voter_name(name)
         if self.plan.allowed and not judge and name not in self.plan.allowed:
             raise UserError(f"{name!r} is not among the invited voters. Use the name that you were given.")
         secret = secrets.token_urlsafe(24)

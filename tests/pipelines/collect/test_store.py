@@ -212,3 +212,10 @@ def test_an_image_that_was_not_seen_is_no_vote_and_leaves_the_pair_to_others(tmp
     assert [question.task for question in answer_all(store, "b")] == [unseen.task]
     store.vote("a", unseen.assignment, {"choice": "tie"}, client="late", seconds=1.0)
     assert store.unseen() == 0
+
+
+def test_blanks_in_the_names_of_invited_voters_do_not_lock_them_out(tmp_path):
+    store = made(tmp_path / "v.sqlite", allowed=(" Ada  Lovelace ",))
+    assert store.voter(store.join("Ada Lovelace")) == "Ada Lovelace"
+    with pytest.raises(UserError, match="A name has 1 to 60 letters; got ''"):
+        Plan(allowed=("Ada", " "))
