@@ -180,8 +180,11 @@ def _model_name(source: str) -> str:
     return str(path.parent if path.name == SAMPLED else path.with_suffix("") if path.is_file() else path)
 
 
-def _metadata(row: ImageRow) -> dict[str, Any]:
-    return {} if row.metadata is None else {"metadata": dict(row.metadata)}
+def _metadata(*rows: ImageRow) -> dict[str, Any]:
+    """Keep the metadata that are equal in all rows of a task."""
+    first, *others = (dict(row.metadata or {}) for row in rows)
+    equal = {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}
+    return {"metadata": equal} if equal else {}
 
 
 def _pair_images(rows: Iterable[ImageRow], limit: int, seed: int) -> list[Task]:
@@ -191,7 +194,8 @@ def _pair_images(rows: Iterable[ImageRow], limit: int, seed: int) -> list[Task]:
         count = len(circle)
         steps = ((i, (i + gap) % count) for gap in range(1, count // 2 + 1) for i in range(count))
         pairs = dict.fromkeys(tuple(sorted((circle[i], circle[j]))) for i, j in steps)  # the store draws the sides
-        tasks += [Task(prompt=prompt, images=pair, extra=_metadata(images[pair[0]])) for pair in islice(pairs, limit)]
+        for pair in islice(pairs, limit):
+            tasks.append(Task(prompt=prompt, images=pair, extra=_metadata(*(images[image] for image in pair))))
     return tasks
 
 
@@ -200,7 +204,7 @@ def _group_images(rows: Iterable[ImageRow], size: int, limit: int, seed: int) ->
     tasks, largest, left_out = [], 0, 0
     for prompt, circle, images in _by_prompt(rows, seed):
         groups = [tuple(circle[start : start + size]) for start in range(0, len(circle) - size + 1, size)][:limit]
-        tasks += [Task(prompt=prompt, images=group, extra=_metadata(images[group[0]])) for group in groups]
+        tasks += [Task(prompt=prompt, images=g, extra=_metadata(*(images[image] for image in g))) for g in groups]
         largest, left_out = max(largest, len(circle)), left_out + len(circle) - size * len(groups)
     if not tasks:
         raise UserError(f"--best-of is {size}, and no prompt has so many images: {largest} at most. Give less.")
@@ -239,7 +243,7 @@ def _pair_models(models: Mapping[str, Sequence[ImageRow]], limit: int, seed: int
         unpaired -= len(paired)
         for pair in sorted(pairs, key=lambda pair: draw(seed, prompt, *(row.image for _, row in pair)))[:limit]:
             (first, left), (second, right) = pair[:: -1 if draw(seed, prompt, pair[0][1].image, "side") % 2 else 1]
-            extra = {"generator_left": names[first], "generator_right": names[second], **_metadata(left)}
+            extra = {"generator_left": names[first], "generator_right": names[second], **_metadata(left, right)}
             extra |= {"seed": left.seed} if left.seed is not None and left.seed == right.seed else {}
             sides = absolute_reference(left.image), absolute_reference(right.image)
             tasks.append(Task(prompt=prompt, images=sides, extra=extra))

@@ -131,3 +131,11 @@ def test_folders_without_common_seeds_or_prompts(tmp_path):
         read_tasks([folders[0], "nowhere"], single=False)
     with pytest.raises(UserError, match=r"a, d share no prompt"):
         read_tasks([folders[0], sampled(tmp_path / "d", range(2), ("other",))], single=False)
+
+
+@pytest.mark.parametrize("best_of", [None, 3])
+def test_only_the_columns_that_are_equal_on_all_sides_describe_a_task(tmp_path, best_of):
+    rows = [{"prompt": "2 + 2?", "completion": f"answer {n}", "model": f"m{n}", "answer": "4"} for n in range(3)]
+    tasks = read_tasks([table(tmp_path, *rows)], single=False, best_of=best_of)
+    assert len(tasks) == (1 if best_of else 3)
+    assert all(task.extra == {"metadata": {"prompt": "2 + 2?", "answer": "4"}} for task in tasks)
