@@ -21,7 +21,7 @@ from torch import Tensor
 from visalign.adapters.pipeline.lora_files import parse_lora
 from visalign.atomic import write_atomic
 from visalign.config import read_config
-from visalign.data.sets.prompt_files import listed_sources, record_key
+from visalign.data.sets.prompt_files import record_key
 from visalign.dotted_path import check_options
 from visalign.errors import ConfigError, UserError, suggestion
 from visalign.evaluation.pages.base import PIXELATED_SIDE
@@ -348,9 +348,8 @@ class _Sampler:
             for index, draw in best.items():
                 record, seed, _ = part[index * count]
                 row: dict[str, Any] = {"prompt": str(record["prompt"]), "seed": seed, **draw.scores}
-                source = record.get("source")
-                if source is not None and all(isinstance(name, str) for name in listed_sources(source)):
-                    row["metadata"] = {"source": source}
+                if metadata := _metadata(record):
+                    row["metadata"] = metadata
                 row[COST] = spent * count // len(part)  # every draw takes as many
                 unjudged += draw.total == -torch.inf
                 yield row, draw.sample
@@ -392,6 +391,17 @@ class _Sampler:
         common |= {"particles": settings.best_of, "resample_after": settings.resample_after}
         common |= {"strength": settings.strength, "noise_level": settings.noise_level}
         return steered_rollout(self.policy, condition, lambda images: judge(images)[1], **common)
+
+
+def _metadata(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a prompt's record that JSON can hold, which rewards of the images read again."""
+    fields: dict[str, Any] = {}
+    for name, value in record.items():
+        with suppress(TypeError, ValueError):  # an image in memory, NaN, half a character
+            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+            if name != "prompt" and value is not None:
+                fields[name] = value
+    return fields
 
 
 def _facts(settings: SampleSettings) -> list[tuple[str, Any]]:

@@ -3,6 +3,7 @@
 
 import gc
 import json
+import math
 import re
 import shutil
 import weakref
@@ -73,6 +74,20 @@ def test_an_image_depends_on_its_prompt_and_seed_alone(folder, tmp_path):
     first, second = pixels(tmp_path / "all" / "0000_2.png"), pixels(tmp_path / "one" / one["image"])
     assert np.abs(first.astype(int) - second).max() <= 1
     assert np.abs(first.astype(int) - pixels(tmp_path / "all" / "0000_1.png")).max() > 5
+
+
+def test_a_table_of_samples_keeps_the_fields_of_its_prompts(folder, tmp_path):
+    record = {"tag": "counting", "include": [{"class": "cup", "count": 2}], "share": None}
+    lines = [{"prompt": "two cups", **record}, {"prompt": "a sun", "source": None, "level": math.nan}]
+    (tmp_path / "p.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    result = run(tmp_path / "p.jsonl", "-m", folder, "--steps", 1, "--seeds", "0", "-o", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    kept = {"tag": "counting", "include": [{"class": "cup", "count": 2}]}
+    assert [row.get("metadata") for row in rows(tmp_path / "out")] == [kept, None]
+    assert [row.metadata for row in image_rows([tmp_path / "out" / "images.jsonl"])] == [kept, None]
+    own = SampleSettings(model=str(folder), steps=1, seeds=(0,))
+    samples = sample_images([{"prompt": "a", "source": Path("a.png"), "n": 1}], own, tmp_path / "x")
+    assert samples[0]["metadata"] == {"n": 1}, "what JSON can hold"
 
 
 @pytest.mark.parametrize(
