@@ -176,7 +176,8 @@ class RemoteReward:
                 start = row
             is_large = pixels + area > limits["max_pixels"] or header + length > limits["max_header"]
             if row > bounds[-1] and (is_large or row - bounds[-1] >= self._max_rows):
-                bounds.append(start if start > bounds[-1] else row)
+                fits = sum(areas[start:]) <= limits["max_pixels"] and sum(lengths[start:]) <= limits["max_header"]
+                bounds.append(start if bounds[-1] < start and row - start < self._max_rows and fits else row)
                 pixels, header = sum(areas[bounds[-1] : row]), sum(lengths[bounds[-1] : row])
             pixels, header = pixels + area, header + length
         for first, end in zip(bounds, [*bounds[1:], len(request)], strict=True):

@@ -239,7 +239,9 @@ def fenced_blocks(text: str) -> list[tuple[str, str]]:
             opened = line
         elif line[2][0] == opened[2][0] and len(line[2]) >= len(opened[2]) and not line[3]:
             content = text[opened.end() + 1 : line.start()]
-            blocks.append((opened[3].lower(), re.sub(rf"(?m)^[ \t]{{0,{len(opened[1])}}}", "", content)))
+            if content.lstrip("\n").startswith(opened[1]):
+                content = re.sub(rf"(?m)^ {{0,{len(opened[1])}}}", "", content)
+            blocks.append((opened[3].lower(), content))
             opened = None
     return blocks
 

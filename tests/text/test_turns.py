@@ -44,7 +44,7 @@ def add(a: int, b: int = 0) -> int:
     return a + b
 
 
-def mean(values: list[float], digits: int | None = 1) -> float:
+def mean(values: list[float], digits: int = None) -> float:  # type: ignore[assignment]  # noqa: RUF013
     """Average numbers.
 
     Args:

@@ -162,8 +162,9 @@ class PromptEncoder:
         if isinstance(prompt, str) and self._is_rendered(prompt):
             return self._rendered(prompt) + answer + self._surroundings.closing
         messages = text_messages(prompt) if isinstance(prompt, str) else prompt
-        if isinstance(prompt, str) and messages[0]["content"] != prompt:  # a transcript, whose turns are stripped
-            answer = answer.strip()
+        if isinstance(prompt, str) and messages[0]["content"] != prompt:  # a transcript, which may go on in the answer
+            *before, last = text_messages(prompt + answer)
+            messages, answer = (before, last["content"]) if last["role"] == "assistant" else (messages, answer.strip())
         return self.render([*messages, {"role": "assistant", "content": answer}], closed=True)
 
     def turn_end(self, ends: Sequence[int | None] = ()) -> int | None:

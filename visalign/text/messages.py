@@ -46,7 +46,7 @@ def text_messages(text: str) -> list[dict[str, str]]:
         return [{"role": "user", "content": text}]
     roles = ({"Human": "user", "Assistant": "assistant"}[speaker] for speaker in turns[::2])
     messages = [{"role": role, "content": turn.strip()} for role, turn in zip(roles, turns[1::2], strict=True)]
-    return messages if messages[-1]["content"] else messages[:-1]
+    return messages if messages[-1]["content"] or len(messages) == 1 else messages[:-1]
 
 
 def prompt_text(prompt: Prompt, *, images: bool = True) -> str:

@@ -206,7 +206,7 @@ class ChatTurns:
 
 
 def _check_types(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
-    """Refuse an argument that has not the type of its hint; a default may always be written out."""
+    """Refuse an argument whose type differs from its hint; a default may always be written out."""
     hints, parameters = typing.get_type_hints(tool), inspect.signature(tool).parameters
     for name in arguments.keys() & hints.keys() & parameters.keys():
         value, hint = arguments[name], hints[name]

@@ -11,7 +11,7 @@ import pytest
 
 from visalign.data.sets.columns import Columns, parse_map, read_table
 from visalign.data.sets.records import PreferenceSet, QualitySet
-from visalign.data.sets.sources import join_scores, load_preferences, load_source
+from visalign.data.sets.sources import join_scores, load_preferences, load_quality, load_source
 from visalign.data.sets.tables import read_rows
 from visalign.errors import UserError
 from visalign.pipelines.score.score import ScoreRow, encode_rows
@@ -86,7 +86,7 @@ def test_scores_are_joined_by_image(tmp_path: Path) -> None:
     long = "image,reward,value,unit,std\nim/0.png,a,0.5,x,\nim/9.png,a,0.25,x,0.1\n"
     long += "im/0.png,b,1,x,\nim/9.png,b,2,x,\n"
     (tmp_path / "long.csv").write_text(long)
-    with pytest.warns(UserWarning, match="some of the 3 records of 'set': a of 1, b of 1"):
+    with pytest.warns(UserWarning, match="Of 3 records of 'set' the joined tables have a for 1, b for 1"):
         some = join_scores(dataset, tmp_path / "long.csv")
     assert isinstance(some, PreferenceSet)
     scores = {"a_left": "0.5", "b_left": "1", "a_right": "0.25", "b_right": "2", "a_std_right": "0.1"}
@@ -103,7 +103,7 @@ def test_scores_of_two_tables_are_joined_by_path_where_files_have_one_name(tmp_p
     dataset = load_preferences(tmp_path / "set.csv")
     both = join_scores(dataset, tmp_path / "m1.csv", tmp_path / "m2.csv")
     assert isinstance(both, PreferenceSet) and both.pairs[0].extra == {"r_left": "1", "r_right": "2"}
-    with pytest.warns(UserWarning, match="r of 0"):
+    with pytest.warns(UserWarning, match="r for 0"):
         half = join_scores(dataset, tmp_path / "m1.csv")
     assert isinstance(half, PreferenceSet) and half.pairs[0].extra == {"r_left": "1"}
 
@@ -125,6 +125,37 @@ def test_texts_that_begin_like_formulas_are_read_back_from_csv(tmp_path: Path) -
     (tmp_path / "scores.csv").write_text(encode_rows([row], "csv"))
     ((_, cells),) = read_table(tmp_path / "scores.csv", {})
     assert (cells["image"], cells["prompt"]) == ("=x.png", "@home")
+
+
+def test_columns_of_texts_under_other_names_are_no_empty_completions(tmp_path: Path) -> None:
+    (tmp_path / "p.csv").write_text("prompt,completion,other\np,good,bad\nq,fine,\n")
+    pairs = load_preferences(tmp_path / "p.csv", columns=Columns(names={"chosen": "completion", "rejected": "other"}))
+    assert [{p.image_left, p.image_right} for p in pairs.pairs] == [
+        {"text://good", "text://bad"},
+        {"text://fine", "text://"},
+    ]
+    (tmp_path / "i.csv").write_text("image,mos,chosen\na.png,1,\nb.png,2,x\n")
+    assert load_quality(tmp_path / "i.csv").records[0].extra == {}
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_votes_of_chosen_and_rejected_follow_their_sides(tmp_path: Path, as_text: bool) -> None:
+    votes: Any = {"votes": [3, 1, 0], "ballots": [["ann", 0.75]]}
+    votes = {name: json.dumps(value) for name, value in votes.items()} if as_text else votes
+    rows = [{"prompt": f"p{k}", "chosen": f"yes {k}", "rejected": f"no {k}", **votes} for k in range(9)]
+    (tmp_path / "set.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    pairs = load_preferences(tmp_path / "set.jsonl").pairs
+    expected = {1.0: ((3, 1, 0), (("ann", 0.75),)), 0.0: ((1, 3, 0), (("ann", 0.25),))}
+    assert {(p.label, p.votes, p.ballots) for p in pairs} == {(label, *rest) for label, rest in expected.items()}
+
+
+def test_scores_of_texts_are_joined_by_text_alone(tmp_path: Path) -> None:
+    rows = [{"prompt": "p", "completion": f"{x} = {n}/2", "mos": n} for n, x in enumerate("abc")]
+    (tmp_path / "set.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "scores.jsonl").write_text(json.dumps({"image": "text://a = 0/2", "reward": "r", "value": 5}))
+    with pytest.warns(UserWarning, match="r for 1"):
+        joined = join_scores(load_quality(tmp_path / "set.jsonl"), tmp_path / "scores.jsonl")
+    assert isinstance(joined, QualitySet) and [r.extra.get("r") for r in joined.records] == [5, None, None]
 
 
 def test_an_empty_completion_of_a_csv_is_a_completion(tmp_path: Path) -> None:

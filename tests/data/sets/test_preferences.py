@@ -178,10 +178,21 @@ def test_shares_of_annotators_are_averaged_and_are_no_votes() -> None:
     assert (pair.label, pair.votes) == (pytest.approx(0.46), None)
 
 
-def test_votes_for_another_side_than_the_label_are_reported() -> None:
-    rows = pairs_of(BASE | {"label": 1.0, "votes": (1, 4, 0)}, MIRRORED | {"label": 0.75, "votes": (3, 1, 0)})
-    (message,) = (f.message for f in check_preferences(rows, files=False) if f.kind == "label_against_votes")
-    assert message == "1 rows have votes for another side than their label, which counts: 1."
+@pytest.mark.parametrize(
+    ("label", "votes", "is_against"),
+    [
+        (1.0, (1, 4, 0), True),
+        (0.75, (3, 1, 0), False),
+        (1.0, (2, 2, 0), True),
+        (0.5, (2, 1, 7), False),
+        (0.5, (4, 1, 0), True),
+    ],
+)
+def test_votes_that_do_not_favour_the_label_are_reported(label: float, votes: Any, is_against: bool) -> None:
+    findings = check_preferences(
+        pairs_of(BASE | {"label": label, "votes": votes}, MIRRORED | {"label": 0.0}), files=False
+    )
+    assert [f.count for f in findings if f.kind == "label_against_votes"] == [1] * is_against
 
 
 def test_tables_of_votes_are_read_and_written(tmp_path: Path) -> None:

@@ -327,6 +327,21 @@ class Groups:
         return make_scores(means / of_group, [None] * len(means), self.unit)
 
 
+def test_a_judge_of_the_whole_batch_gets_one_request():
+    judge = Groups()
+    judge.capabilities = RewardCapabilities(needs_batch=True)
+    records = [{"group_id": 0}] * 9
+    with serving(app_of(judge, max_batch=2)) as url:
+        client = RemoteReward(url, batch_size=2)
+        assert client.capabilities.needs_batch
+        expected, scores = (reward.score(LEVELS, ["p"] * 9, records).value for reward in (judge, client))
+    assert torch.allclose(scores, expected)
+    with serving(app_of(judge, limits=RequestLimits(max_rows=4))) as url:
+        client = RemoteReward(url)
+        with pytest.raises(RewardError, match="9 do not go"):
+            client.score(LEVELS, ["p"] * 9, records)
+
+
 def test_groups_stay_whole_and_apart_from_those_of_other_clients():
     records = [{"group_id": n // 3} for n in range(9)]
     local = Groups().score(LEVELS, ["p"] * 9, records)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from functools import partial
@@ -15,7 +16,7 @@ from tests.support.training.images import Brightness, ToyPolicy, check_resume, t
 from tests.support.training.text import Letters, toy_text_trainer, weights_of
 from visalign.errors import UserError
 from visalign.interfaces import RewardCapabilities, Scores
-from visalign.training.loop.judging import RewardScorer, concatenate_scores
+from visalign.training.loop.judging import RewardScorer, concatenate_scores, spread_scores
 from visalign.training.loop.metrics import read_metrics
 
 CORRECTED = {"changes": {"importance_sampling": {"level": "token", "mode": "truncate", "high": 2.0}}}
@@ -181,3 +182,22 @@ def test_scores_of_stretches_are_joined_with_what_one_of_them_lacks():
     }
     assert scores.reason == [None, None, None] and scores.text is None
     assert RewardScorer(Brightness(), what="images", in_thread=False).chunks([0, 0, 1], 9)[2].tolist() == [2]
+
+
+def test_scores_of_some_samples_are_spread_over_all() -> None:
+    scores = Scores(
+        value=torch.tensor([1.0, 2.0]),
+        std=torch.tensor([3.0, 4.0]),
+        valid=torch.tensor([True, False]),
+        unit="u",
+        parts={"a": torch.tensor([5.0, 6.0])},
+        text=["x", "y"],
+        reason=[None, "bad"],
+    )
+    spread = spread_scores(scores, [2, 0], 3, "too long")
+    assert spread.std is not None
+    columns = torch.stack([spread.value, spread.std, spread.parts["a"]])
+    expected = torch.tensor([[2.0, math.nan, 1.0], [4.0, math.nan, 3.0], [6.0, math.nan, 5.0]])
+    torch.testing.assert_close(columns, expected, equal_nan=True)
+    assert spread.valid.tolist() == [False, False, True]
+    assert (spread.text, spread.reason) == (["y", "", "x"], ["bad", "too long", None])

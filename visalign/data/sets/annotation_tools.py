@@ -59,14 +59,13 @@ def _label_studio_task(row: Row) -> tuple[Row, Annotations] | None:
 
 
 def _annotator(annotation: Mapping[str, Any]) -> Any:
-    """Return an annotator's e-mail address or number, or without one the name that `to_label_studio` wrote."""
-    user = annotation.get("completed_by")
-    if user is not None:
-        return user.get("email", user.get("id")) if isinstance(user, dict) else user
+    """Return an annotator's e-mail address or number, or the name that `to_label_studio` left in an answer."""
     for entry in annotation.get("result") or ():
-        if names := (entry.get("meta") or {}).get("text"):
+        names = (entry.get("meta") or {}).get("text")
+        if names and entry.get("type") in ("choices", "number"):  # a region has its notes there
             return names[0]
-    return None
+    user = annotation.get("completed_by")
+    return user.get("email", user.get("id")) if isinstance(user, dict) else user
 
 
 def _results(results: Iterable[Mapping[str, Any]]) -> Row:

@@ -54,7 +54,7 @@ def check_preferences(pairs: PreferenceSet, *, files: bool = True, judge_sees_si
     against = [pairs.row(i) for i, pair in enumerate(pairs.pairs) if pair.label_against_votes]
     findings = [*_one_side(pairs, judge_sees_sides), *_repeats(pairs)]
     findings += _rows_finding(
-        "label_against_votes", against, "have votes for another side than their label, which counts"
+        "label_against_votes", against, "have votes that do not favour their label, which counts"
     )
     findings += _rows_finding("same_image", itself, "compare an image with itself")
     if tied:

@@ -16,7 +16,7 @@ from visalign.errors import UserError, excerpt, suggestion
 from .image_references import TEXT, refer_to_images
 from .records import PreferencePair, QualityRecord
 from .tables import NumberedRows, Row, column_names, listed, nearest_first, plain_name, read_rows
-from .text_rows import pair_answers, refer_to_texts
+from .text_rows import PAIR, pair_answers, refer_to_texts
 
 SIDES = {"left": 1.0, "right": 0.0, "tie": 0.5}  # Word for a label -> share for the left image
 CODINGS = ("share", "margin")
@@ -144,7 +144,7 @@ def names_of_rows(
 ) -> Iterator[tuple[int, Row, dict[str, str]]]:
     """Find the `usual_names` of each numbered row; a judgement stands in one column of all rows, of `columns` first.
 
-    So an empty cell of it is not filled from another column.
+    An empty cell of it is therefore not filled from another column.
     """
     header, judgements = dict.fromkeys(columns), dict[str, str]()
     for number, row in rows:
@@ -154,7 +154,7 @@ def names_of_rows(
             judgements = {
                 ours: usual.get(ours, ours) for ours in JUDGED_NAMES if ours in {*usual, *header}
             } | judgements
-        aliases = {ours: theirs for ours, theirs in judgements.items() if theirs in row and theirs != ours}
+        aliases = {ours: theirs for ours, theirs in judgements.items() if theirs in row and ours not in row}
         yield number, row, aliases | usual_names(row, names, is_judged=False)
 
 
@@ -163,14 +163,25 @@ def read_table(path: str | Path, names: Mapping[str, str], *, is_judged: bool = 
     rows = read_rows(path)
     number, first = next(rows, (0, {}))
     header = column_names(path, first) if number else []
-    is_text = Path(path).suffix.lower() in (".csv", ".tsv")  # where an empty completion is an empty cell
-    empty = {name: "" for name in ("completion", "chosen", "rejected") if is_text and name in header}
+    is_text = Path(path).suffix.lower() in (".csv", ".tsv")
     rows_with_names = names_of_rows(
         chain([(number, first)] if number else [], rows), names, header, is_judged=is_judged
     )
     for number, row, columns in rows_with_names:
-        for pair in pair_answers(number, empty | rename_columns(path, row, columns)):
+        renamed = rename_columns(path, row, columns)
+        if is_text:
+            renamed = _with_empty_texts(renamed, header, columns)
+        for pair in pair_answers(number, renamed):
             yield number, refer_to_texts(refer_to_images(path, number, pair, columns))
+
+
+def _with_empty_texts(row: Row, header: Collection[str], columns: Mapping[str, str]) -> Row:
+    """Add the empty completions of a row of CSV, whose cells are left out; `columns` are our names -> the table's."""
+    other_use = {theirs for ours, theirs in columns.items() if theirs != ours}
+    texts = [n for n in ("completion", *PAIR) if columns.get(n, n) in header and (n in columns or n not in other_use)]
+    if not row.keys().isdisjoint(PAIR):
+        return dict.fromkeys((name for name in texts if name in PAIR), "") | row
+    return {"completion": ""} | row if "completion" in texts and row.keys().isdisjoint(IMAGES) else row
 
 
 def fill_images(number: int, row: Row) -> Row:

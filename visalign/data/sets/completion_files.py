@@ -19,13 +19,12 @@ from .columns import parse_bool, rename_columns
 from .hub_datasets import find_table
 from .prompt_files import is_prompt, read_messages, with_answer
 from .tables import listed, read_rows, require_columns
-from .text_rows import completion_text, split_pair, whole_answers
+from .text_rows import completion_text, split_pair
 
 Record = dict[str, Any]
 NumberedRecord = tuple[int, Record]
 PAIR, VOTE, SCORED = ("chosen", "rejected"), ("completion", "label"), ("completion", "reward")
 RANKED = ("completions", "scores")  # The columns, besides "prompt", of the layouts; the first two are TRL's
-"""What begins the turns of HH-RLHF's transcripts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +174,7 @@ def _read(
             values["prompt"] = read_messages(row["prompt"], f"Row {number} of '{path}'")
         unread = {*PAIR, *RANKED, *SCORED, *VOTE} - {*columns}  # columns of other layouts
         record = {**{k: v for k, v in row.items() if k not in unread}, **values}
-        rows.append((number, whole_answers(record) if columns == PAIR else record))
+        rows.append((number, record))
     if not rows:
         raise UserError(f"'{path}' holds no row.")
     return rows

@@ -296,6 +296,8 @@ def with_completion(record: Mapping[str, Any], where: str, field: str | None = N
     """Move a record's completion to "completion", with its tool spans; `where` starts the message if it has none."""
     name = field or next((name for name in COMPLETIONS if name in record), COMPLETION)
     value = record.get(name)
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
+        value = read_messages(value, where)
     text = message_text(value)
     message = value[0] if isinstance(value, list) and text is not value else None
     is_blank = text is None or (isinstance(text, str) and not text.strip())

@@ -48,8 +48,13 @@ class PreferencePair:
 
     @property
     def label_against_votes(self) -> bool:
-        """True where the label names another side than the votes; then the label counts."""
-        return self.votes is not None and np.sign(self.votes[0] - self.votes[1]) != np.sign(self.label - 0.5)
+        """True where most votes are for another side than the label, which then counts."""
+        if self.votes is None:
+            return False
+        left, right, tie = self.votes
+        if self.label == 0.5:
+            return left != right and tie < max(left, right)
+        return left <= right if self.label > 0.5 else right <= left
 
     def swapped(self) -> PreferencePair:
         """Exchange the sides, also in `extra`: NAME_left and NAME_right change places, NAME_prob becomes 1 − p, or

@@ -27,7 +27,7 @@ from .columns import (
     rename_columns,
 )
 from .hub_datasets import FORMS, find_table
-from .image_references import shapes_reference
+from .image_references import TEXT, shapes_reference
 from .layouts import PAIR_LAYOUTS, QUALITY_LAYOUTS, load_layout
 from .ratings import mean_ratings
 from .records import PreferencePair, PreferenceSet, QualityRecord, QualitySet
@@ -223,7 +223,7 @@ def join_scores(source: PreferenceSet | QualitySet, *paths: str | Path) -> Prefe
     images = {getattr(record, side) for record in records for side in ends}
     same_name = Counter(Path(image).name for image in images)
     joined: list[Row] = [{} for _ in records]
-    names: dict[str, None] = {}  # of the scores
+    names: dict[str, None] = {}
     for path in paths:
         scores, full_paths = _scores_by_image(Path(path))
         by_name: dict[str, list[str]] = {}
@@ -231,8 +231,10 @@ def join_scores(source: PreferenceSet | QualitySet, *paths: str | Path) -> Prefe
             by_name.setdefault(Path(image).name, []).append(image)
         matches: dict[str, dict[str, Row]] = {}
         for image in images:
-            same = by_name.get(Path(image).name, []) if same_name[Path(image).name] == 1 else []
-            options = full_paths.get(image, ""), str(Path(image).resolve()), *same[: len(same) == 1]
+            of_name = by_name.get(Path(image).name, []) if same_name[Path(image).name] == 1 else []
+            options = [full_paths.get(image, "")]
+            if not image.startswith(TEXT):
+                options += [str(Path(image).resolve()), *of_name[: len(of_name) == 1]]
             matches[image] = next((scores[option] for option in options if option in scores), {})
         if not any(matches.values()):
             raise UserError(
@@ -243,13 +245,13 @@ def join_scores(source: PreferenceSet | QualitySet, *paths: str | Path) -> Prefe
             for side, end in ends.items():
                 prompts = matches[getattr(record, side)]
                 only = next(iter(prompts.values())) if len(prompts) == 1 else {}
-                values = prompts.get(record.prompt, only)
+                values = prompts.get("", {}) | prompts.get(record.prompt, only)
                 names |= dict.fromkeys(name for name in values if not name.endswith("_std"))
                 columns |= {f"{name}{end}": v for name, v in values.items() if f"{name}{end}" not in columns}
     counts = {name: sum(all(f"{name}{end}" in row for end in ends.values()) for row in joined) for name in names}
-    if few := [f"{name} of {count}" for name, count in counts.items() if count < len(records)]:
-        some = f"The joined tables have scores for some of the {len(records)} records of '{source.name}'"
-        warnings.warn(f"{some}: {listed(few)}. The others count as failed.", stacklevel=2)
+    if incomplete := [f"{name} for {count}" for name, count in counts.items() if count < len(records)]:
+        message = f"Of {len(records)} records of '{source.name}' the joined tables have {listed(incomplete)}"
+        warnings.warn(f"{message}; the others count as failed.", stacklevel=2)
     records = [replace(r, extra=columns | dict(r.extra)) for r, columns in zip(records, joined, strict=True)]
     return replace(source, **{"pairs" if is_pairs else "records": tuple(records)})
 
@@ -261,7 +263,7 @@ def _scores_by_image(path: Path) -> tuple[dict[str, dict[str, Row]], dict[str, s
     for _, row in read_table(path, {}):
         require_columns(path, row, ("image",), purpose="a table of scores")
         image = str(row["image"])
-        full_paths[image] = str((path.parent / image).resolve())
+        full_paths[image] = image if image.startswith(TEXT) else str((path.parent / image).resolve())
         columns = scores.setdefault(full_paths[image], {}).setdefault(str(row.get("prompt", "")), {})
         if "reward" in row and ("value" in row or "reason" in row):
             columns[str(row["reward"])] = row.get("value")

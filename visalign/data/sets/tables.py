@@ -31,6 +31,7 @@ _CELL = re.compile(
 """Number with a comma before thousands or decimals (either) or before decimals, or without a comma."""
 _ESCAPED = ("'=", "'+", "'-", "'@")  # Texts as spreadsheets and `visalign score` keep them from being formulas
 _SCORES = ("mos", "std", "label", "reward", "score", "rating", "margin")  # columns whose commas separate decimals
+_MISSING = ("", "na", "n/a", "null", "none", "-")
 _TEXTS = (
     *("prompt", "question", "problem", "instruction", "caption", "text", "messages", "conversations"),
     *("answer", "solution", "completion", "response", "output", "chosen", "rejected"),
@@ -211,7 +212,7 @@ def _decimal_columns(lines: Iterator[list[str]]) -> set[str]:
     kinds: list[set[str | None]] = [set() for _ in names]
     for values in lines:
         for column, value in zip(kinds, values, strict=False):
-            if value:
+            if value.strip().lower() not in _MISSING:
                 column.add(cell.lastgroup if (cell := _CELL.fullmatch(value)) else "text")
     numbers = {name for name, column in zip(names, kinds, strict=True) if "decimal" in column and "text" not in column}
     return {name for name in names if plain_name(name) in _SCORES} | {

@@ -39,19 +39,12 @@ def split_pair(row: Row) -> Row:
     size = next(ends, min(len(chosen), len(rejected)))
     word = re.search(r"\w+$", chosen[:size])
     if word and any(re.match(r"\w", text[size:]) for text in (chosen, rejected)):
-        size = word.start()  # of a word that both share in part
+        size = word.start()  # both share a part of this word
     size -= chosen[:size].endswith(" ")  # a blank belongs to the word behind it, as in TRL
-    split = {**row, "prompt": chosen[:size], PAIR[0]: chosen[size:], PAIR[1]: rejected[size:]}
-    return whole_answers(split) if size else row
-
-
-def whole_answers(row: Row) -> Row:
-    """Give the answers of an HH-RLHF transcript back the words that both begin with, which its prompt ends with."""
-    prompt = row.get("prompt")
-    head, mark, tail = prompt.rpartition(ASSISTANT) if isinstance(prompt, str) else ("", "", "")
-    if not mark or not head.startswith(HUMAN) or HUMAN in tail:
-        return row
-    return {**row, "prompt": head + mark, **{name: tail + row[name] for name in PAIR}}
+    answer = chosen.rfind(ASSISTANT, 0, size)
+    if answer >= 0 and chosen.startswith(HUMAN) and HUMAN not in chosen[answer:size]:
+        size = answer + len(ASSISTANT)  # the words that both answers begin with are theirs
+    return {**row, "prompt": chosen[:size], PAIR[0]: chosen[size:], PAIR[1]: rejected[size:]} if size else row
 
 
 def pair_answers(number: int, row: Row) -> list[Row]:
@@ -88,9 +81,6 @@ def refer_to_texts(row: Row) -> Row:
         return row
     row = split_pair(row)
     texts = {name: completion_text(row[name]) for name in ("completion", *PAIR) if name in row}
-    if texts.keys() == {*PAIR} and None not in texts.values():
-        row = whole_answers(row | texts)
-        texts = {name: row[name] for name in PAIR}
     if None in texts.values() or not (texts.keys() >= {*PAIR} or "completion" in texts):
         return row
     rest = {name: value for name, value in row.items() if name not in texts}
@@ -102,9 +92,16 @@ def refer_to_texts(row: Row) -> Row:
         return {**rest, **score, "image": references["completion"]}
     order = SIDES[:: 1 - 2 * (zlib.crc32(json.dumps(texts, sort_keys=True).encode()) % 2)]
     if order != SIDES:
-        rest = dict(swap_column(name, value, rest) for name, value in rest.items())
+        rest = dict(swap_column(name, value, rest) for name, value in rest.items()) | _swapped_votes(rest)
     sides = {f"image_{side}": references[name] for side, name in zip(order, PAIR, strict=True)}
     return {**rest, **sides, "label": order[0]}
+
+
+def _swapped_votes(row: Row) -> Row:
+    """Exchange the sides of a row's lists of votes and ballots."""
+    votes, ballots = (json.loads(v) if isinstance(v := row.get(name), str) else v for name in ("votes", "ballots"))
+    swapped = {} if not votes else {"votes": [votes[1], votes[0], *votes[2:]]}
+    return swapped | ({} if not ballots else {"ballots": [[name, 1 - share] for name, share in ballots]})
 
 
 def text_prompt(prompt: str) -> Prompt:

@@ -121,7 +121,7 @@ def spread_scores(scores: Scores, rows: Sequence[int], count: int, reason: str) 
     texts, reasons = scores.text, scores.reason or [None] * len(scores)
     return Scores(
         value=spread(scores.value),
-        valid=scores.valid.cpu()[index] & present,
+        valid=scores.valid[index.to(scores.valid.device)] & present.to(scores.valid.device),
         unit=scores.unit,
         std=None if scores.std is None else spread(scores.std),
         parts={name: spread(part) for name, part in scores.parts.items()},
