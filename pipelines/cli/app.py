@@ -245,8 +245,8 @@ def export_lora(
     family = None
     with suppress(*(() if model else (ValueError, OSError))):  # the run's model may be on another machine
         family = path and family_name(index_source(path, config=config))
-    layers = export(run, output, family)
-    echo(f"{layers} layers for ComfyUI{f' ({family})' if family else ''}: {output}")
+    for file, layers in export(run, output, family).items():
+        echo(f"{layers} layers for ComfyUI{f' ({family})' if family else ''}: {file}")
 
 
 @command(TRAIN, "push runs/flow me/flow-lora --license apache-2.0")

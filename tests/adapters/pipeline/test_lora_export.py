@@ -108,13 +108,17 @@ def test_adapters_of_flux_without_a_key_are_named(tmp_path):
 def test_a_family_is_read_back_as_it_was(name, tmp_path):
     policy = saved(name, tmp_path)
     file = tmp_path / "comfy.safetensors"
-    assert export_lora(tmp_path / "lora", file, name)
-    read = read_adapters(tiny_pipeline(name)[0], [*policy.networks], file)
+    layers = export_lora(tmp_path / "lora", file, name)
+    files = [file, tmp_path / "comfy_transformer_2.safetensors"][: len(policy.networks)]
+    assert [*layers] == files
     part = next(iter(policy.networks))
-    expected = trained_weights(policy.networks[part])
-    assert read[part].keys() == expected.keys()
-    for layer, (down, up, scale) in read[part].items():
-        assert torch.allclose(scale * up @ down, expected[layer], atol=1e-4), layer
+    for network, file in zip(policy.networks.values(), files, strict=True):
+        read, expected = read_adapters(tiny_pipeline(name)[0], [part], file)[part], trained_weights(network)
+        assert read.keys() == expected.keys() and layers[file] > 0
+        for layer, (down, up, scale) in read.items():
+            assert torch.allclose(scale * up @ down, expected[layer], atol=1e-4), layer
+    with pytest.raises(UserError, match=f"{files[-1]}.* exists, and nothing is overwritten"):
+        export_lora(tmp_path / "lora", files[0], name)
 
 
 def test_encoders_have_kohyas_names_and_their_own_alpha(tmp_path):
@@ -128,6 +132,16 @@ def test_encoders_have_kohyas_names_and_their_own_alpha(tmp_path):
         "lora_unet_mid_block_attentions_0_proj_in.alpha": 8,
         "lora_te1_text_model_encoder_layers_0_mlp_fc1.alpha": 2,
     }
+
+
+@pytest.mark.parametrize("scale", ["transformer.alpha_pattern", "transformer.use_rslora", "transformer.to_q.alpha"])
+def test_scales_of_single_layers_are_refused(scale, tmp_path):
+    state = {f"transformer.to_q.lora_{letter}.weight": torch.ones(2, 2) for letter in "AB"}
+    if scale.endswith(".alpha"):
+        state[scale] = torch.tensor(1.0)
+    save_file(state, tmp_path / WEIGHT_FILE, {"format": "pt", METADATA: json.dumps({scale: {"to_q": 1}})})
+    with pytest.raises(UserError, match=rf"has {scale}, and export scales by one α / r"):
+        export_lora(tmp_path, tmp_path / "k.safetensors", "sd3")
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,11 @@ from diffusers.utils import convert_state_dict_to_kohya
 from safetensors.torch import save_file
 from torch import Tensor
 
+from visalign.adapters.lora import other_scales
 from visalign.atomic import umask_permissions
 from visalign.errors import UserError
 
-from .lora_files import WEIGHT_FILE, read_lora
+from .lora_files import WEIGHT_FILE, lora_file, read_lora
 
 FLUX = {"transformer_blocks": 19, "single_transformer_blocks": 38}  # FLUX.1's blocks, all of width 3072
 WIDTH = 3072
@@ -67,32 +68,47 @@ _JOINED = {
 """Layers of FLUX.2's double blocks that are one layer in its own code."""
 
 
-def export_lora(folder: Path, file: Path, family: str | None) -> int:
+def export_lora(folder: Path, file: Path, family: str | None) -> dict[Path, int]:
     """Write a run's LoRA to a .safetensors file that ComfyUI reads, for U-Nets and FLUX.1 A1111 and Forge too; return
-    its number of layers. `family` None: by its layers.
+    file -> number of layers. A second network (Wan 2.2) has a file of its own. `family` None: by its layers.
     """
-    saved, metadata = read_lora(folder)
+    first = lora_file(folder)
+    sources = {file: first}
+    if first.name == WEIGHT_FILE:
+        for second in sorted(first.parent.glob(f"transformer_*/{WEIGHT_FILE}")):
+            sources[file.with_stem(f"{file.stem}_{second.parent.name}")] = second
+    if present := [str(path) for path in sources if path.exists()]:
+        raise UserError(f"{', '.join(present)} exists, and nothing is overwritten. Give another name or remove it.")
+    outputs = {path: _convert(source, family) for path, source in sources.items()}
+    for path, converted in outputs.items():
+        save_file({name: weight.contiguous() for name, weight in converted.items()}, path, {"format": "pt"})
+        umask_permissions(path)
+    ends = (".lora_down.weight", ".lora_A.weight")
+    return {path: sum(name.endswith(ends) for name in converted) for path, converted in outputs.items()}
+
+
+def _convert(file: Path, family: str | None) -> dict[str, Tensor]:
+    """Return the tensors of a LoRA under the keys of its family in ComfyUI."""
+    saved, metadata = read_lora(file)
     part = next((name.partition(".")[0] for name in saved if name.startswith(("unet.", "transformer."))), "")
     alphas = {name.removesuffix(".lora_alpha"): float(α) for name, α in metadata.items() if "lora_alpha" in name}
+    if scales := [*other_scales(metadata), *[name for name in saved if name.endswith(".alpha")][:1]]:
+        raise UserError(f"The LoRA {file} has {', '.join(scales)}, and export scales by one α / r for each network.")
     if part == "unet":
-        converted = _unet_to_kohya(saved, alphas)
-    elif _is_flux(saved) and family in (None, *KOHYA):
-        converted = flux_to_kohya(saved, alphas.get(part))
-    elif part and family in DIFFUSERS_NAMES:
-        converted = _scaled(saved, alphas)
-    elif part and family in RENAMED:
+        return _unet_to_kohya(saved, alphas)
+    if _is_flux(saved) and family in (None, *KOHYA):
+        return flux_to_kohya(saved, alphas.get(part))
+    if part and family in DIFFUSERS_NAMES:
+        return _scaled(saved, alphas)
+    if part and family in RENAMED:
         names = {name.removeprefix(f"{part}."): weight for name, weight in _scaled(saved, alphas).items()}
-        converted = {f"diffusion_model.{name}": weight for name, weight in _renamed(names, RENAMED[family]).items()}
-    else:
-        families = ", ".join(dict.fromkeys([*KOHYA, *DIFFUSERS_NAMES, *RENAMED]))
-        unknown = "of a model that its keys do not name. Name it with --model. ComfyUI's keys"
-        raise UserError(
-            f"The LoRA in {folder} is {f'of {family}, and keys of ComfyUI' if family else unknown} are written for "
-            f"{families}. Diffusers loads {WEIGHT_FILE}."
-        )
-    save_file({name: weight.contiguous() for name, weight in converted.items()}, file, {"format": "pt"})
-    umask_permissions(Path(file))
-    return sum(name.endswith((".lora_down.weight", ".lora_A.weight")) for name in converted)
+        return {f"diffusion_model.{name}": weight for name, weight in _renamed(names, RENAMED[family]).items()}
+    families = ", ".join(dict.fromkeys([*KOHYA, *DIFFUSERS_NAMES, *RENAMED]))
+    unknown = "of a model that its keys do not name. Name it with --model. ComfyUI's keys"
+    raise UserError(
+        f"The LoRA {file} is {f'of {family}, and keys of ComfyUI' if family else unknown} are written for "
+        f"{families}. Diffusers loads {WEIGHT_FILE}."
+    )
 
 
 def _unet_to_kohya(saved: Mapping[str, Tensor], alphas: Mapping[str, float]) -> dict[str, Tensor]:
