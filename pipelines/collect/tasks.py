@@ -182,8 +182,8 @@ def _model_name(source: str) -> str:
 
 def _metadata(*rows: ImageRow) -> dict[str, Any]:
     """Keep the metadata that are equal in all rows of a task."""
-    first, *others = (dict(row.metadata or {}) for row in rows)
-    equal = {name: value for name, value in first.items() if all(other.get(name) == value for other in others)}
+    first, *further = (dict(row.metadata or {}) for row in rows)
+    equal = {name: value for name, value in first.items() if all(other.get(name) == value for other in further)}
     return {"metadata": equal} if equal else {}
 
 

@@ -189,7 +189,7 @@ def _group_rows(task: Task, votes: Sequence[Vote]) -> list[dict[str, Any]]:
         if total := counts[first] + counts[second]:
             sides = {first: 1.0, second: 0.0}
             ballots = [(vote.annotator, sides.get(vote.answer["choice"])) for vote in votes]
-            others = _other_answers(votes, {first: "left", second: "right"})
+            answers = _other_answers(votes, {first: "left", second: "right"})
             pair = PreferencePair(
                 prompt=task.prompt,
                 image_left=left,
@@ -197,7 +197,7 @@ def _group_rows(task: Task, votes: Sequence[Vote]) -> list[dict[str, Any]]:
                 label=counts[first] / total,
                 votes=(counts[first], counts[second], 0),
                 ballots=tuple((name, side) for name, side in ballots if side is not None),
-                extra={**task.extra, "best_of": len(task.images), "voters": len(votes), **others},
+                extra={**task.extra, "best_of": len(task.images), "voters": len(votes), **answers},
             )
             rows.append(pair.to_row())
     return rows
@@ -236,7 +236,7 @@ def _other_answers(votes: Iterable[Vote], sides: Mapping[str, str] | None = None
     for vote in votes:
         for question, yes in vote.answer.get("checklist", {}).items():
             checklist.setdefault(question, [0, 0])[0 if yes else 1] += 1
-        boxes = [[sides[place], *ends] for place, *ends in vote.answer.get("boxes", ()) if place in sides]
+        boxes = [[sides[name], *ends] for name, *ends in vote.answer.get("boxes", ()) if name in sides]
         answer = {**vote.answer, "boxes": boxes}
         marks = {name: answer[name] for name in ("slider", "boxes", "text", "prob") if answer.get(name)}
         answers += [{"annotator": vote.annotator, **marks}] if marks else []

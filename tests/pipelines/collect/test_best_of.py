@@ -94,9 +94,9 @@ def test_export_keeps_the_other_answers_of_every_voter(tmp_path):
         for name, number in (("Ada", 3), ("Bo", 1)):
             store.join(name)
             question = store.next(name)
-            place = {question.image(place)[-5]: place for place in question.task.places}
-            marks = {"text": "good hands", "boxes": [[place["1"], 0.1, 0.2, 0.5, 0.6]]} if name == "Ada" else {}
-            answer = {"choice": place[str(number)], "checklist": {"sharp?": name == "Ada"}, **marks}
+            choices = {question.image(choice)[-5]: choice for choice in question.task.places}
+            marks = {"text": "good hands", "boxes": [[choices["1"], 0.1, 0.2, 0.5, 0.6]]} if name == "Ada" else {}
+            answer = {"choice": choices[str(number)], "checklist": {"sharp?": name == "Ada"}, **marks}
             store.vote(name, question.assignment, answer, client=name, seconds=1.0)
         rows = export_rows(store, store.votes())
     assert len(rows) == 5 and all(row["checklist"] == {"sharp?": [1, 1]} and row["voters"] == 2 for row in rows)
