@@ -167,6 +167,8 @@ def test_several_loras_are_summed_and_encoders_are_saved_again(tmp_path):
         (["lora_unet_a.dora_scale", "lora_unet_a.lora_up.weight"], r"is a DoRA \(keys"),
         (["lora_unet_a.hada_w1_a"], r"is a LoHa .*Merge it into its model"),
         (["lora_unet_a.lokr_w1"], r"is a LoKr "),
+        (["lora_unet_a.lora_up.bias"], r"is a LoRA with biases .*Merge it into its model"),
+        (["unet.a.lora_B.default.bias"], r"is a LoRA with biases .*Merge it into its model"),
         (["emb_params"], r"is no LoRA: .*Give the file of a LoRA"),
         (["lora_unet_double_blocks_0_img_mlp_0.lora_up.weight"], r"StableDiffusionPipeline: .*LoRA of FLUX"),
         (

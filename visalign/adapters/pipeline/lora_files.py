@@ -34,6 +34,7 @@ OTHER_KINDS = {
     "OFT": r"oft_",
     "LoCon with Tucker decomposition": r"lora_mid",
     "Control LoRA": r"lora_controlnet|query_norm|norm_q\.weight",
+    "LoRA with biases": r"lora_(A|B|down|up)\..*bias$",
     "LoRA with full-weight differences": r"\.diff(_b)?$",
 }
 """Kind of adapter -> pattern of its keys."""
