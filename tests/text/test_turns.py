@@ -239,4 +239,8 @@ def test_turns_of_a_transcript_are_messages_of_a_chat_model() -> None:
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes?"}, *PROMPT]
     transcript = "\n\nHuman: hi\n\nAssistant: yes?\n\nHuman: 1 + 2 = ?\n\nAssistant:"
     assert encoder.render(transcript) == encoder.render(turns)
-    assert encoder.render_answered(transcript, "3") == encoder.render_answered(turns, "3")
+    assert encoder.render_answered(transcript, " 3") == encoder.render_answered(turns, "3")
+    more = [*turns, {"role": "assistant", "content": "3"}, {"role": "user", "content": "sure?"}]
+    answer = " 3\n\nHuman: sure?\n\nAssistant: Yes."
+    assert encoder.render_answered(transcript, answer) == encoder.render_answered(more, "Yes.")
+    assert encoder.render("\n\nHuman:")

@@ -171,6 +171,7 @@ def test_commas_become_points_in_columns_of_numbers_alone(tmp_path, sign):
         "place": (["3,5", "left"], ["3,5", "left"]),
         "a_left": (["1,234", "0,5"], ["1.234", "0.5"]),
         "other": (["-3,25e-4", "NaN"], ["-3.25e-4", "NaN"]),
+        "clip": (["0,5", "NA"], ["0.5", "NA"]),
         "mos": (["3,125", "4,250"], ["3.125", "4.250"]),
         "label": (["0,25", "left"], ["0.25", "left"]),
     }
