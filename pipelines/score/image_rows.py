@@ -16,7 +16,7 @@ from typing import Any
 from visalign.data.sets.columns import RATERS, image_path, read_table
 from visalign.data.sets.hub_datasets import find_table
 from visalign.data.sets.prompt_files import CAPTIONS
-from visalign.data.sets.tables import READERS, Row, listed, read_rows, require_columns
+from visalign.data.sets.tables import READERS, Row, first_row, listed, read_rows, require_columns
 from visalign.data.sets.text_rows import text_record
 from visalign.errors import UserError, excerpt
 from visalign.model_files import why_unreadable
@@ -104,12 +104,14 @@ def image_rows(
 
     Prompts lie next to images (`cat.png`, `cat.txt`; a clip's frames in `roll`, `roll.txt`), or in GenEval's layout.
     Tables have the columns image, prompt, metadata under `names` (ours -> theirs). `prompt` is that of all images, in
-    tables of rows without one.
+    tables of rows without one. Without it, a folder of `visalign sample` is read by its table.
     """
-    rows, files = list[ImageRow](), list[Path]()
+    rows, files, default = list[ImageRow](), list[Path](), prompt if needs_prompt else prompt or ""
     for item in map(find_table, items):
         if item.suffix.lower() in READERS and not item.is_dir():
-            rows += _read_table(item, prompt if needs_prompt else prompt or "", names or {})
+            rows += _read_table(item, default, names or {})
+        elif prompt is None and (item / SAMPLED).is_file():
+            rows += _read_sampled(item, default, names or {}, clips)
         else:
             files.append(item)
     if files or not items:
@@ -215,4 +217,17 @@ def _read_table(path: Path, prompt: str | None, names: Mapping[str, str]) -> lis
         rated.add(key)
     if not rows:
         raise UserError(f"'{path}' holds no row.")
+    return rows
+
+
+def _read_sampled(folder: Path, prompt: str | None, names: Mapping[str, str], clips: bool) -> list[ImageRow]:
+    """Read the images of a folder's `SAMPLED`, with `clips` its videos; a warning names images that it lacks."""
+    table = folder / SAMPLED
+    videos = {"image": "clip"} if clips and "clip" in first_row(table) else {}
+    rows = _read_table(table, prompt, {**videos, **names})
+    listed_images = {Path(row.image).resolve() for row in rows}
+    others = [path for path in _walk(folder, clips, Counter()) if path.resolve() not in listed_images]
+    if others:
+        images = f"{len(others)} images are left out, which '{table}' does not list: {listed(others)}"
+        warnings.warn(f"{images}. Name them one by one.", stacklevel=3)
     return rows

@@ -131,6 +131,24 @@ def test_records_reach_the_reward(light: Light) -> None:
     assert row.metadata == record
 
 
+def test_a_folder_of_samples_brings_prompts_and_records(light: Light) -> None:
+    record = {"tag": "counting"}
+    Path("images/made").mkdir()
+    for name in ("0.png", "0.webp", "2.png", "2.webp"):
+        shutil.copy("images/4.png", f"images/made/{name}")
+    rows = [{"image": f"{k}.png", "clip": f"{k}.webp", "prompt": f"prompt {k}", "metadata": record} for k in (0, 2)]
+    write("images/made/images.jsonl", *rows)
+    assert visalign("images/made", "-r", "light").exit_code == 0
+    assert (light.asked, light.records) == (["prompt 0", "prompt 2"], [record, record])
+    videos = image_rows([Path("images/made")], clips=True)
+    assert [row.image for row in videos] == ["images/made/0.webp", "images/made/2.webp"]
+    own = image_rows([Path("images/made")], "mine")
+    assert {(row.prompt, row.metadata) for row in own} == {("mine", None)}
+    write("images/made/images.jsonl", rows[1])
+    with pytest.warns(UserWarning, match=r"1 images are left out, .* does not list: images/made/0\.png\."):
+        assert [row.prompt for row in image_rows([Path("images/made")])] == ["prompt 2"]
+
+
 def test_folders_and_results_of_geneval_bring_prompts_and_records(light: Light) -> None:
     record = {"tag": "colors", "include": [{"class": "cup", "count": 1, "color": "red"}], "prompt": "a red cup"}
     folder = Path("out/00000/samples")
