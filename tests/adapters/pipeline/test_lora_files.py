@@ -170,7 +170,10 @@ def test_several_loras_are_summed_and_encoders_are_saved_again(tmp_path):
         (["lora_unet_a.lora_up.bias"], r"is a LoRA with biases .*Merge it into its model"),
         (["unet.a.lora_B.default.bias"], r"is a LoRA with biases .*Merge it into its model"),
         (["emb_params"], r"is no LoRA: .*Give the file of a LoRA"),
-        (["lora_unet_double_blocks_0_img_mlp_0.lora_up.weight"], r"StableDiffusionPipeline: .*LoRA of FLUX"),
+        (
+            [f"lora_unet_double_blocks_0_img_mlp_0.lora_{end}.weight" for end in ("up", "down")],
+            r"StableDiffusionPipeline: .*LoRA of FLUX",
+        ),
         (
             [f"lora_unet_mid_block_attentions_0_proj_in.lora_{end}.weight" for end in ("up", "down")],
             r"a LoRA of Stable Diffusion, whose unet.mid_block.*proj_in takes 7 to 7, and here it takes 80 to 80",
@@ -182,6 +185,28 @@ def test_what_cannot_be_read_is_named(keys, message, tmp_path):
     save_file({key: torch.ones(7, 7, 1, 1) for key in keys}, tmp_path / "{x}.safetensors")
     with pytest.raises(UserError, match=message):
         read_adapters(bare("sd15"), ["unet"], tmp_path / "{x}.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"lora_up.weight": None}, r"lora_down\.weight is there without lora_unet_a\.lora_up\.weight"),
+        ({"lora_down.weight": None}, r"lora_up\.weight is there without lora_unet_a\.lora_down\.weight"),
+        (
+            {"lora_up.weight": torch.ones(8, 3)},
+            r"shapes \(2, 8\) of .*down\.weight and \(8, 3\) of .* no rank",
+        ),
+        ({"lora_down.weight": torch.ones(2)}, r"shapes \(2,\) of lora_unet_a\.lora_down\.weight"),
+        ({"alpha": torch.ones(2)}, r"lora_unet_a\.alpha has 2 values instead of 1"),
+        ({"lora_up.weight": torch.full((8, 2), torch.nan)}, r"lora_unet_a\.lora_up\.weight has values that are not"),
+    ],
+)
+def test_a_damaged_layer_is_named(changed, message, tmp_path):
+    layer = {"lora_down.weight": torch.ones(2, 8), "lora_up.weight": torch.ones(8, 2), **changed}
+    state = {f"lora_unet_a.{end}": weight for end, weight in layer.items() if weight is not None}
+    save_file(state, tmp_path / "x.safetensors")
+    with pytest.raises(UserError, match=rf"x\.safetensors is damaged: .*{message}.*Copy it again"):
+        read_adapters(bare("sd15"), ["unet"], tmp_path)
 
 
 def test_a_lora_of_the_hub(tmp_path, monkeypatch):

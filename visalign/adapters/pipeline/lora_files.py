@@ -164,7 +164,28 @@ def read_lora(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     if not any("lora" in name for name in state):
         names = ", ".join(list(state)[:3]) or "none"
         raise UserError(f"{file} is no LoRA: no key has 'lora' in its name (keys: {names}). Give the file of a LoRA.")
+    _check_damage(file, state)
     return state, metadata
+
+
+def _check_damage(file: Path, state: Mapping[str, Tensor]) -> None:
+    """Refuse a layer without its up or down matrix, matrices of unlike ranks, and values that are not finite."""
+    other_side = {"A": "B", "B": "A", "down": "up", "up": "down"}
+    for key, weight in state.items():
+        match = re.fullmatch(r"(.+lora(?:_linear_layer)?[._])(A|B|down|up)(\..*weight)", key)
+        partner = f"{match[1]}{other_side[match[2]]}{match[3]}" if match else key
+        other = state.get(partner)
+        problem = ""
+        if not weight.float().isfinite().all():
+            problem = f"{key} has values that are not finite"
+        elif key.endswith(".alpha") and weight.numel() != 1:
+            problem = f"{key} has {weight.numel()} values instead of 1"
+        elif other is None:
+            problem = f"{key} is there without {partner}"
+        elif match and match[2] in ("A", "down") and (weight.ndim < 2 or weight.shape[:1] != other.shape[1:2]):
+            problem = f"the shapes {tuple(weight.shape)} of {key} and {tuple(other.shape)} of {partner} share no rank"
+        if problem:
+            raise UserError(f"{file} is damaged: {problem}. Copy it again, or take another file of this LoRA.")
 
 
 def base_of(state: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> str:
@@ -265,8 +286,6 @@ def _by_layer_names(
         warnings.warn(f"{absent} tensors for text encoders that this pipeline lacks are left out.", stacklevel=4)
     result: Adapters = {}
     for (part, layer), pair in adapters.items():
-        if len(pair) != 2:
-            return None
         rank = len(pair["down"])
         alpha = metadata.get(f"{part}.lora_alpha", metadata.get("lora_alpha"))  # without one diffusers takes the rank
         scale = alphas.get((part, layer), rank if alpha is None else float(alpha)) / rank
