@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import json
+import math
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from PIL import Image
@@ -41,6 +44,13 @@ def test_blank_lines_and_duplicates_are_skipped_with_a_warning(tmp_path):
     path = _write(tmp_path, "a.txt", "a\n\n  \nb\na\n")
     with pytest.warns(UserWarning, match=r"skipped 2 blank lines and 1 repeated prompts"):
         assert [r["prompt"] for r in load_prompts(path)] == ["a", "b"]
+
+
+def test_a_prompt_that_repeats_with_missing_values_is_one(tmp_path):
+    rows = [{"prompt": "a", "level": math.nan}, {"prompt": "a", "level": math.nan}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    with pytest.warns(UserWarning, match=r"1 repeated prompts"):
+        assert [record["prompt"] for record in load_prompts(tmp_path / "a.parquet")] == ["a"]
 
 
 @pytest.mark.parametrize(

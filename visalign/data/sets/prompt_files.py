@@ -159,7 +159,7 @@ def load_prompts(
         prompt = json.dumps(record["prompt"])
         key = (prompt,) if edits == "none" else (prompt, str(record.get("source")))
         first, earlier = records.setdefault(key, (number, record))
-        if earlier != record:
+        if earlier != record and _json_text(earlier) != _json_text(record):  # NaN is not equal to itself
             raise UserError(
                 f"{name}: lines {first} and {number} give the prompt {excerpt(record['prompt'])} two different "
                 "records; keep the right one."
@@ -175,6 +175,10 @@ def load_prompts(
         numbered = [(f"{name} line {number}", record) for number, record in records.values()]
         check_sources(numbered, needed=edits == "needed", several=several, remedy=_SOURCES)
     return [record for _, record in records.values()]
+
+
+def _json_text(record: Record) -> str:
+    return json.dumps(record, sort_keys=True, default=repr)
 
 
 def _numbered_prompts(
