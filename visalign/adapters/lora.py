@@ -128,6 +128,6 @@ def check_same_kind(
 
 
 def other_scales(metadata: Mapping[str, Any]) -> list[str]:
-    """Return the settings that scale saved adapters otherwise than by α / r."""
-    names = ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern")
+    """Return the settings that scale saved adapters otherwise than by α / r, with the r of each layer."""
+    names = ("use_rslora", "use_dora", "alpha_pattern")
     return [name for name, value in metadata.items() if value and name.rpartition(".")[2] in names]

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from tests.support.models.pipelines import tiny_pipeline, trained_weights
 from visalign.adapters import LoraSettings
-from visalign.adapters.pipeline.lora_export import DIFFUSERS_NAMES, RENAMED, export_lora
+from visalign.adapters.pipeline.lora_export import DIFFUSERS_NAMES, RENAMED, export_lora, flux_to_kohya
 from visalign.adapters.pipeline.lora_files import METADATA, WEIGHT_FILE, read_adapters
 from visalign.adapters.pipeline.policy import PipelinePolicy
 from visalign.errors import UserError
@@ -93,6 +93,18 @@ def test_adapters_of_flux_are_read_back_by_diffusers_as_they_were(tmp_path):
         down, up = (f"{name}.lora_{letter}.weight" for letter in "AB")
         expected = 3 * adapters[up] @ (adapters[down] @ x)
         assert torch.allclose(read[up] @ (read[down] @ x), expected, rtol=1e-4, atol=1e-3), name
+
+
+def test_layers_of_other_ranks_keep_their_scale_where_flux_joins_them():
+    block = "transformer.transformer_blocks.0.attn."
+    state = {}
+    for name, rank in (("to_q", 1), ("to_k", 2)):
+        state[f"{block}{name}.lora_A.weight"] = torch.ones(rank, 4)
+        state[f"{block}{name}.lora_B.weight"] = torch.ones(3072, rank)
+    converted, layer = flux_to_kohya(state, 6.0), "lora_unet_double_blocks_0_img_attn_qkv"
+    down, up, alpha = (converted[f"{layer}.{end}"] for end in ("lora_down.weight", "lora_up.weight", "alpha"))
+    query, key, value = (alpha / len(down) * up @ down).chunk(3)
+    assert (query == 6).all() and (key == 6).all() and not value.any()  # α / r · r
 
 
 def test_adapters_of_flux_without_a_key_are_named(tmp_path):

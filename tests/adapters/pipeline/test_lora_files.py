@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tests.support.models.pipelines import tiny_pipeline, trained_weights
 from visalign.adapters import load_policy
 from visalign.adapters.pipeline.families import FAMILIES
-from visalign.adapters.pipeline.lora_files import WEIGHT_FILE, lora_file, parse_lora, read_adapters
+from visalign.adapters.pipeline.lora_files import METADATA, WEIGHT_FILE, lora_file, parse_lora, read_adapters
 from visalign.data.assets import resolve_model
 from visalign.errors import UserError
 
@@ -109,6 +109,31 @@ def test_each_layer_gets_what_the_file_says(form, tmp_path):
     for layer, (down, up) in pairs.items():
         scale = 3.0 if form.startswith("peft") else 1.0 if alpha is None else alpha / len(down)
         assert torch.allclose(product(*loaded[layer]), product(down, up, scale), atol=1e-4), layer
+
+
+@pytest.mark.parametrize(
+    ("settings", "scales"),
+    [
+        ({"use_rslora": True}, (6 / 2**0.5, 6 / 2**0.5)),
+        ({"alpha_pattern": {"0.attn2.to_q": 1}}, (0.5, 3.0)),
+        ({"r": 4, "rank_pattern": {"to_q": 2}}, (3.0, 3.0)),
+    ],
+    ids=["use_rslora", "alpha_pattern", "rank_pattern"],
+)
+@pytest.mark.parametrize("form", ["peft", "diffusers"])
+def test_scales_of_peft_are_taken(form, settings, scales, tmp_path):
+    pairs = adapters(bare("pixart").transformer, r"attn2\.to_q")
+    prefix, entries = "transformer." if form == "diffusers" else "base_model.model.", {"lora_alpha": 6, **settings}
+    state = {
+        f"{prefix}{n}.lora_{letter}.weight": w for n, p in pairs.items() for letter, w in zip("AB", p, strict=True)
+    }
+    file = tmp_path / ("adapter_model.safetensors" if form == "peft" else WEIGHT_FILE)
+    metadata = {f"transformer.{name}": value for name, value in entries.items()}
+    save_file(state, file, {METADATA: json.dumps(metadata)} if form == "diffusers" else None)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(entries))
+    loaded = read_adapters(bare("pixart"), ["transformer"], tmp_path)["transformer"]
+    read_scales = loaded["transformer_blocks.0.attn2.to_q"].scale, loaded["transformer_blocks.1.attn2.to_q"].scale
+    assert read_scales == pytest.approx(scales)
 
 
 def test_joined_layers_of_sd3_are_split(tmp_path):

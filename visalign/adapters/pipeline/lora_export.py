@@ -187,7 +187,9 @@ def flux_to_kohya(saved: Mapping[str, Tensor], alpha: float | None) -> dict[str,
             ]
             name, down = f"lora_unet_{key.format(i)}", torch.cat([pair[0] for pair in complete])
             converted[f"{name}.lora_down.weight"] = down
-            converted[f"{name}.lora_up.weight"] = torch.block_diag(*(pair[1] for pair in complete))
+            ratios = [1.0 if alpha is None else len(pair[0]) / rank for pair in complete]  # α / r of each layer
+            ups = [pair[1] / ratio for pair, ratio in zip(complete, ratios, strict=True)]
+            converted[f"{name}.lora_up.weight"] = torch.block_diag(*ups)
             converted[f"{name}.alpha"] = torch.tensor((1.0 if alpha is None else alpha / rank) * len(down))
     if left:
         raise UserError(f"The LoRA has adapters that kohya's keys of FLUX.1 have no name for: {', '.join(left)}.")

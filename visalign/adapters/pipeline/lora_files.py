@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.lora import LoraLayer
+from peft.utils.other import get_pattern_key
 from torch import Tensor, nn
 
-from visalign.adapters.lora import other_scales
 from visalign.errors import UserError
 from visalign.hub import hub_file
 from visalign.model_files import open_tensors, read_object, read_tensors, why_unreadable
@@ -268,8 +268,6 @@ def _by_layer_names(
     state: Mapping[str, Tensor], metadata: Mapping[str, Any], parts: Mapping[str, nn.Module], first: str
 ) -> Adapters | None:
     """Read adapters whose keys name layers of the pipeline, with dots or kohya's underscores; None: others do."""
-    if other_scales(metadata):
-        return None
     names, adapters, alphas, absent = _layer_names(parts, first), {}, {}, 0
     for key in state:
         split = re.fullmatch(r"(.+)\.(?:lora_(A|B|down|up)(?:\.default)?\.weight|(alpha))", key)
@@ -286,11 +284,21 @@ def _by_layer_names(
         warnings.warn(f"{absent} tensors for text encoders that this pipeline lacks are left out.", stacklevel=4)
     result: Adapters = {}
     for (part, layer), pair in adapters.items():
-        rank = len(pair["down"])
-        alpha = metadata.get(f"{part}.lora_alpha", metadata.get("lora_alpha"))  # without one diffusers takes the rank
-        scale = alphas.get((part, layer), rank if alpha is None else float(alpha)) / rank
+        scale = _scale(part, layer, len(pair["down"]), alphas.get((part, layer)), metadata)
         result.setdefault(part, {})[layer] = Adapter(pair["down"], pair["up"], scale)
     return result
+
+
+def _scale(part: str, layer: str, rank: int, layer_alpha: float | None, metadata: Mapping[str, Any]) -> float:
+    """Return a layer's scale by its alpha in the file, or by peft's settings (of diffusers: with the part's name)."""
+    if layer_alpha is not None:
+        return layer_alpha / rank
+    names = ("lora_alpha", "alpha_pattern", "use_rslora")
+    alpha, pattern, is_rank_stabilized = (metadata.get(f"{part}.{name}", metadata.get(name)) for name in names)
+    if pattern:
+        alpha = pattern.get(get_pattern_key(list(pattern), layer), alpha)
+    alpha = rank if alpha is None else float(alpha)  # without one diffusers takes the rank
+    return alpha / (math.sqrt(rank) if is_rank_stabilized else rank)
 
 
 def has_encoder_layers(path: Path) -> bool:
