@@ -57,7 +57,7 @@ def collect(
     export: Annotated[Path | None, Option(help="Write the votes as a set (.jsonl) to train on, then stop.")] = None,
     form: Annotated[
         Literal["set", "label-studio", "argilla"],
-        Option("--format", help="Format of --export: a set, or every vote as JSON for these tools."),
+        Option("--format", help="Format of --export: a set, or the label of every vote as JSON for these tools."),
     ] = "set",
     model: Annotated[
         bool, Option("--model", help="Export labels of the annotator model, not shares of votes.")
@@ -77,7 +77,7 @@ def collect(
     if model and export is None:
         raise UserError("--model says how --export writes labels. Add --export FILE.jsonl.")
     if form != "set" and (export is None or model):
-        raise UserError(f"--format {form} writes every vote as it is: add --export FILE.json, without --model.")
+        raise UserError(f"--format {form} writes the label of every vote: add --export FILE.json, without --model.")
     if sources:
         if best_of and (single or gold or slider or judge):
             raise UserError("--best-of asks for one image of several. Leave --single, --gold, --slider, --judge out.")

@@ -219,7 +219,7 @@ def test_the_command(tmp_path):
     assert reply.exit_code == 0 and "4 records" in reply.output and (tmp_path / "r.html").is_file()
     for arguments, why in (
         ([file, "--single", "--export", "x.jsonl"], "The questions and voters of a file are fixed at its start"),
-        ([file, "--export", "x.json", "--format", "argilla", "--model"], "argilla writes every vote as it is"),
+        ([file, "--export", "x.json", "--format", "argilla", "--model"], "argilla writes the label of every vote"),
         ([file, "--export", "x.jsonl", "--format", "argilla"], ".json"),
         ([file, "--model"], "--model says how --export writes labels"),
         ([file, "--export", "x.txt"], ".jsonl"),
