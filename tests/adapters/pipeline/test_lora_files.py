@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, PixArtSigmaPipeline, StableDiffusion3Pipeline
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tests.support.models.pipelines import tiny_pipeline, trained_weights
-from visalign.adapters import load_policy
-from visalign.adapters.pipeline.families import FAMILIES
+from tests.support.models.sd3 import tiny_sd3_pipeline
+from visalign.adapters import LoraSettings, load_policy
+from visalign.adapters.pipeline.families import FAMILIES, SD3_ATTENTION
+from visalign.adapters.pipeline.lora import add_lora, load_lora, save_lora, start_from_loras
 from visalign.adapters.pipeline.lora_files import METADATA, WEIGHT_FILE, lora_file, parse_lora, read_adapters
 from visalign.data.assets import resolve_model
 from visalign.errors import UserError
@@ -184,6 +186,25 @@ def test_several_loras_are_summed_and_encoders_are_saved_again(tmp_path):
         for name, weight in policy.pipe.text_encoder.state_dict().items():
             assert torch.allclose(weight, changed[name], atol=1e-5)
             assert torch.equal(weight, original[name]) != name.endswith("fc1.weight")
+
+
+@pytest.mark.parametrize("kind", [StableDiffusion3Pipeline, PixArtSigmaPipeline])
+def test_encoders_that_diffusers_does_not_save_are_saved_too(kind, tmp_path):
+    pipe = tiny_sd3_pipeline(t5=True)
+    pairs = adapters(pipe.text_encoder_3, r"SelfAttention\.q")
+    layers = {f"text_encoder_3.{name}": pair for name, pair in pairs.items()}
+    state = {f"{layer}.{end}": w for layer, p in layers.items() for end, w in zip(PAIR["peft"], p, strict=True)}
+    save_file(state, tmp_path / "t5.safetensors")
+    start = start_from_loras(pipe, ["transformer"], f"{tmp_path}/t5.safetensors:0.5", LoraSettings(rank=2))
+    add_lora(pipe.transformer, start.settings, SD3_ATTENTION)
+    save_lora(kind, {"transformer": pipe.transformer}, tmp_path / "lora", start)
+    fresh = tiny_sd3_pipeline(t5=True)
+    loaded = read_adapters(fresh, ["transformer"], tmp_path / "lora")
+    assert loaded.keys() == {"transformer", "text_encoder_3"} and loaded["text_encoder_3"].keys() == pairs.keys()
+    for layer, (down, up) in pairs.items():
+        assert torch.allclose(product(*loaded["text_encoder_3"][layer]), product(down, up, 0.5), atol=1e-5)
+    fresh.load_lora_weights(tmp_path / "lora")  # diffusers passes over what it has no place for
+    load_lora({"transformer": pipe.transformer}, tmp_path / "lora")
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from torch.nn.functional import pad
 
 from visalign.adapters.lora import ADAPTER, LoraSettings, adapter_config, check_bare, check_same_kind, insert_adapters
 from visalign.errors import UserError
+from visalign.model_files import open_tensors, read_tensors
 
 from .families import Family
 from .lora_files import METADATA, WEIGHT_FILE, Adapter, Adapters, parse_loras, read_adapters, read_lora
@@ -92,7 +93,8 @@ def save_lora(pipeline: Any, networks: Mapping[str, Any], folder: Path, start: L
 
     Where the class `pipeline` has no loader a folder `peft` is added; a second network's have a folder of its name.
     """
-    encoders = _encoder_arguments(pipeline, {} if start is None else start.encoders)
+    fused = {} if start is None else start.encoders
+    encoders = _encoder_arguments(pipeline, fused)
     for part, (name, subfolder) in _places(networks, folder).items():
         config = adapter_config(networks[part]).to_dict()
         weights = {**get_peft_model_state_dict(networks[part], adapter_name=ADAPTER)}
@@ -109,6 +111,21 @@ def save_lora(pipeline: Any, networks: Mapping[str, Any], folder: Path, start: L
         adapter_config(networks[part]).save_pretrained(str(subfolder / PEFT))
         wrapped = {f"base_model.model.{key}": weight.contiguous() for key, weight in weights.items()}
         save_file(wrapped, subfolder / PEFT / SAFETENSORS_WEIGHTS_NAME)
+    takes_encoders = has_loader(pipeline, next(iter(networks)))
+    others = {part: fused[part] for part in fused if not (takes_encoders and has_loader(pipeline, part))}
+    if others:
+        _add_encoders(folder / WEIGHT_FILE, others)
+
+
+def _add_encoders(file: Path, encoders: Adapters) -> None:
+    """Add layers of text encoders that diffusers does not save (SD3's T5) to its file; `read_adapters` reads them."""
+    with open_tensors(file) as opened:
+        metadata = opened.metadata()
+    state = read_tensors(file)
+    for part, layers in encoders.items():
+        for name, (down, up, _) in layers.items():  # of scale 1
+            state[f"{part}.{name}.lora_A.weight"], state[f"{part}.{name}.lora_B.weight"] = down, up
+    save_file({name: weight.clone().contiguous() for name, weight in state.items()}, file, metadata)
 
 
 def _encoder_arguments(pipeline: Any, encoders: Adapters) -> dict[str, Any]:
