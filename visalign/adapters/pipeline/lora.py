@@ -112,9 +112,9 @@ def save_lora(pipeline: Any, networks: Mapping[str, Any], folder: Path, start: L
         wrapped = {f"base_model.model.{key}": weight.contiguous() for key, weight in weights.items()}
         save_file(wrapped, subfolder / PEFT / SAFETENSORS_WEIGHTS_NAME)
     takes_encoders = has_loader(pipeline, next(iter(networks)))
-    others = {part: fused[part] for part in fused if not (takes_encoders and has_loader(pipeline, part))}
-    if others:
-        _add_encoders(folder / WEIGHT_FILE, others)
+    unsaved = {part: fused[part] for part in fused if not (takes_encoders and has_loader(pipeline, part))}
+    if unsaved:
+        _add_encoders(folder / WEIGHT_FILE, unsaved)
 
 
 def _add_encoders(file: Path, encoders: Adapters) -> None:
