@@ -94,6 +94,7 @@ def test_export_keeps_the_other_answers_of_every_voter(tmp_path):
         for name, number in (("Ada", 3), ("Bo", 1)):
             store.join(name)
             question = store.next(name)
+            assert question is not None
             choices = {question.image(choice)[-5]: choice for choice in question.task.places}
             marks = {"text": "good hands", "boxes": [[choices["1"], 0.1, 0.2, 0.5, 0.6]]} if name == "Ada" else {}
             answer = {"choice": choices[str(number)], "checklist": {"sharp?": name == "Ada"}, **marks}
