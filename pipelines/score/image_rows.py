@@ -226,8 +226,8 @@ def _read_sampled(folder: Path, prompt: str | None, names: Mapping[str, str], cl
     videos = {"image": "clip"} if clips and "clip" in first_row(table) else {}
     rows = _read_table(table, prompt, {**videos, **names})
     listed_images = {Path(row.image).resolve() for row in rows}
-    others = [path for path in _walk(folder, clips, Counter()) if path.resolve() not in listed_images]
-    if others:
-        images = f"{len(others)} images are left out, which '{table}' does not list: {listed(others)}"
+    unlisted = [path for path in _walk(folder, clips, Counter()) if path.resolve() not in listed_images]
+    if unlisted:
+        images = f"{len(unlisted)} images are left out, which '{table}' does not list: {listed(unlisted)}"
         warnings.warn(f"{images}. Name them one by one.", stacklevel=3)
     return rows
