@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from scipy import special
 
 from visalign.data.sets.image_references import resolve_image
-from visalign.data.sets.prompt_files import source_of
+from visalign.data.sets.prompt_files import metadata_of, source_of
 from visalign.data.sets.records import PreferencePair, PreferenceSet, QualityRecord, QualitySet
 from visalign.data.sets.tables import listed, nearest_first
 from visalign.data.sets.text_rows import text_record
@@ -160,12 +160,12 @@ def _column(rows: Sequence[tuple[Logged, ...]], index: int, name: str) -> NDArra
 
 
 def _metadata(record: PreferencePair | QualityRecord) -> Mapping[str, Any] | None:
-    """Collect the prompt's record for verifiers, and the source of edits, from the extra columns."""
+    """Collect the metadata or record of the prompt, and the source of edits, from the extra columns."""
     reference = record.image_left if isinstance(record, PreferencePair) else record.image
     if columns := text_record(reference, record.extra):
         return columns
     verifier_record, source = record.extra.get("record"), source_of(record.extra)
-    metadata = {**verifier_record} if isinstance(verifier_record, Mapping) else {}
+    metadata = {**metadata_of(record.extra), **(verifier_record if isinstance(verifier_record, Mapping) else {})}
     return (metadata if source is None else {**metadata, "source": source}) or None
 
 

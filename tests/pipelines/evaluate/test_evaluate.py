@@ -60,11 +60,17 @@ class Brightness:
 def test_judges_of_edits_are_told_the_source():
     [pair] = shapes_pairs(1).pairs
     both = {"metadata": json.dumps({"source": ["cup.png", "table.png"]})}
-    columns = [{"source": "cup.png"}, both, {"source": "coco", "record": {"tag": "colors"}}, {}]
+    columns = [
+        {"source": "cup.png"},
+        both,
+        {"source": "coco", "record": {"tag": "colors"}},
+        {"metadata": {"tag": "a"}},
+        {},
+    ]
     pairs = [replace(pair, extra=extra) for extra in columns]
     judge = Brightness()
-    score_pairs(PreferenceSet(name="edits", pairs=tuple(pairs)), judge, batch_size=8)
-    sources = [{"source": "cup.png"}, {"source": ["cup.png", "table.png"]}, {"tag": "colors"}, None]
+    score_pairs(PreferenceSet(name="edits", pairs=tuple(pairs)), judge, batch_size=16)
+    sources = [{"source": "cup.png"}, {"source": ["cup.png", "table.png"]}, {"tag": "colors"}, {"tag": "a"}, None]
     assert judge.metadata == [source for source in sources for _ in range(2)]
 
 

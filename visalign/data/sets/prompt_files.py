@@ -83,12 +83,17 @@ def source_of(columns: Mapping[str, Any]) -> Any:
     >>> source_of({"source": "coco", "metadata": '{"source": "cup.png"}'})
     'cup.png'
     """
-    metadata = _parse_text(columns.get("metadata"))
-    for record in (columns, metadata if isinstance(metadata, Mapping) else {}):
+    for record in (columns, metadata_of(columns)):
         source = _parse_text(record.get("source"))
         if len(record_key({"prompt": "", "source": source})) > 1:
             return source
     return None
+
+
+def metadata_of(columns: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a row's metadata, an object or its JSON text; empty where there is none."""
+    metadata = _parse_text(columns.get("metadata"))
+    return metadata if isinstance(metadata, Mapping) else {}
 
 
 def _parse_text(value: Any) -> Any:
