@@ -309,6 +309,7 @@ def in_forks(folder: Path, processes: int, work: Callable[[], object]) -> bool:
     for rank in range(processes):
         pid = os.fork()
         if pid == 0:
+            torch.set_num_threads(1)  # renews torch's thread pool: autograd's threads, two at once, would break on it
             shared = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             os.environ |= {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "ACCELERATE_USE_CPU": "1"}
             torch.cuda.is_available = lambda: False  # CUDA does not survive a fork
