@@ -54,10 +54,10 @@ def takes_clips(reward: Any) -> bool:
 
 
 def check_batch_size(name: str, reward: Any, count: int, batch_size: int) -> None:
-    """Refuse a reward that scores the images of a batch against each other where one batch does not hold all."""
+    """Refuse a reward that scores the samples of a batch against each other where one batch does not hold all."""
     if count > batch_size and with_capabilities(reward).capabilities.needs_batch:
         raise UserError(
-            f"{name} scores the images of a batch against each other, and {count} images are more than one batch of "
+            f"{name} scores the samples of a batch against each other, and {count} are more than one batch of "
             f"{batch_size}. Set --batch-size {count}."
         )
 

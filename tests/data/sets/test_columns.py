@@ -149,6 +149,15 @@ def test_votes_of_chosen_and_rejected_follow_their_sides(tmp_path: Path, as_text
     assert {(p.label, p.votes, p.ballots) for p in pairs} == {(label, *rest) for label, rest in expected.items()}
 
 
+@pytest.mark.parametrize("votes", [5, "many", [1], {"a": 1}, [["a", "b"]]])
+def test_votes_that_cannot_be_turned_are_refused_with_their_row(tmp_path: Path, votes: Any) -> None:
+    for k in range(4):  # both sides
+        row = {"prompt": f"p{k}", "chosen": f"yes {k}", "rejected": f"no {k}", "votes": votes}
+        (tmp_path / "set.jsonl").write_text(json.dumps(row))
+        with pytest.raises(UserError, match=r"Row 1 of .* votes are whole counts"):
+            load_preferences(tmp_path / "set.jsonl")
+
+
 def test_scores_of_texts_are_joined_by_text_alone(tmp_path: Path) -> None:
     rows = [{"prompt": "p", "completion": f"{x} = {n}/2", "mos": n} for n, x in enumerate("abc")]
     (tmp_path / "set.jsonl").write_text("\n".join(map(json.dumps, rows)))

@@ -117,7 +117,7 @@ def test_a_reward_of_the_whole_batch_is_not_cut_into_batches(light: Light) -> No
     light.capabilities = RewardCapabilities(needs_batch=True)
     write("t.jsonl", *({"image": f"images/{k}.png", "prompt": str(k)} for k in (0, 2, 4)))
     output = " ".join(visalign("t.jsonl", "-r", "light", "--batch-size", "2").output.split())
-    assert "3 images are more than one batch of 2. Set --batch-size 3" in output
+    assert "3 are more than one batch of 2. Set --batch-size 3" in output
     assert visalign("t.jsonl", "-r", "light", "--batch-size", "3").exit_code == 0
 
 

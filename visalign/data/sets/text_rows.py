@@ -7,6 +7,7 @@ import json
 import re
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from visalign.errors import UserError, excerpt
@@ -98,10 +99,17 @@ def refer_to_texts(row: Row) -> Row:
 
 
 def _swapped_votes(row: Row) -> Row:
-    """Exchange the sides of a row's lists of votes and ballots."""
-    votes, ballots = (json.loads(v) if isinstance(v := row.get(name), str) else v for name in ("votes", "ballots"))
-    swapped = {} if not votes else {"votes": [votes[1], votes[0], *votes[2:]]}
-    return swapped | ({} if not ballots else {"ballots": [[name, 1 - share] for name, share in ballots]})
+    """Exchange the sides of a row's lists of votes and ballots; what is none stays, and its reader refuses it."""
+    swapped = {}
+    for name in {"votes", "ballots"} & row.keys():
+        with suppress(TypeError, ValueError, RecursionError):
+            cells = json.loads(row[name]) if isinstance(row[name], str) else row[name]
+            if name == "votes":
+                left, right, *tie = cells
+                swapped[name] = [right, left, *tie]
+            else:
+                swapped[name] = [[annotator, 1 - share] for annotator, share in cells]
+    return swapped
 
 
 def text_prompt(prompt: str) -> Prompt:
