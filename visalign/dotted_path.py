@@ -79,6 +79,7 @@ _PLAIN: Mapping[str, tuple[type, ...]] = {
     "None": (type(None),),
 }
 """Types that a configuration can write, by their annotation; int and float are interchangeable."""
+_LISTS = ("Sequence[", "list[", "tuple[", "Iterable[")  # Annotations of which a text would be the list of its letters
 
 
 def check_options(
@@ -96,5 +97,6 @@ def check_options(
         annotation = signature.parameters[name].annotation
         annotation = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
         types = [_PLAIN.get(part.strip()) for part in annotation.split("|")]
-        if not any(kind is None or isinstance(options[name], kind) for kind in types):
+        is_letters = isinstance(options[name], str) and annotation.startswith(_LISTS) and "| str" not in annotation
+        if is_letters or not any(kind is None or isinstance(options[name], kind) for kind in types):
             raise error(f"{called}: {name} is {excerpt(options[name], 300)}; it must be of type {annotation}.")

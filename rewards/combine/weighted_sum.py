@@ -237,6 +237,8 @@ class WeightedSum:
         reasons = [why or (None if ok else NO_REWARD) for why, ok in zip(reasons, judged.tolist(), strict=True)]
         if self._allow_missing:
             reasons = [None if ok else reason for ok, reason in zip(judged.tolist(), reasons, strict=True)]
+        for row in (~total.float().isfinite()).nonzero().flatten().tolist():
+            reasons[row] = reasons[row] or f"the weighted sum {total[row].item():.3g} is beyond float32"
         # parts keep a validity of their own: a term may be known where the sum is not
         return replace(make_scores(total.float(), reasons, self.unit), parts=parts)
 

@@ -67,7 +67,8 @@ class LengthReward:
         listed = ", ".join(sorted(names)) or "nothing"
         are_sizes = all(0 < value < math.inf for value in (target, scale) if value is not None)
         self.name, self._rule, self._target, self._scale = name, rule, target, scale or 1.0
-        self._max_length, self._cache = max_length or 1, cache or 1
+        self._max_length = 1 if max_length is None else max_length
+        self._cache = 1 if cache is None else cache
         self._length_field, self._target_field = length_field, target_field
         self._count = _counter(name, count)
         rules = {

