@@ -32,8 +32,8 @@ class TextFormat(TextRule):
         prefilled: str = "",
         name: str = "text_format",
     ) -> None:
-        are_words = not isinstance(tags, str) and all(re.fullmatch(r"[\w-]+", str(tag)) for tag in tags)
-        is_valid = are_words and 0 < len(set(tags)) == len(tags)
+        are_names = all(isinstance(tag, str) and re.fullmatch(r"[\w-]+", tag) for tag in tags)
+        is_valid = not isinstance(tags, str) and are_names and 0 < len(set(tags)) == len(tags)
         check_rules(name, {f"tags are {tags!r}; give at least one in a list, each once, without < and >": is_valid})
         self.name = name
         self._prefilled = prefilled

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The policy around a language model: gradients, reference, LoRA, other architectures, saved files."""
 
+import json
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -241,6 +242,10 @@ def test_a_lora_of_another_kind_is_refused(tmp_path) -> None:
         policy(lora=replace(LORA, rank=4)).load(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"holds no adapter_model\.safetensors"):
         policy(lora=LORA).load(tmp_path / "nowhere")
+    config = tmp_path / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"init_lora_weights": "pissa_niter_4"}))
+    with pytest.raises(UserError, match="began as 'pissa_niter_4', which changed the base model"):
+        policy(lora=LORA).load(tmp_path)
 
 
 def gemma() -> nn.Module:

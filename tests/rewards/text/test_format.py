@@ -52,6 +52,7 @@ def test_prefilled_tags_patterns_and_bad_options():
     cases: list[tuple[dict[str, Any], str]] = [
         ({"tags": ["a", "a"]}, "give at least one in a list, each once"),
         ({"tags": "think"}, "tags are 'think'; give at least one in a list"),
+        ({"tags": [1]}, "tags are [1]; give at least one"),
         ({"tags": ["<a>"]}, "without < and >"),
         ({"pattern": "("}, "is no regular expression"),
     ]

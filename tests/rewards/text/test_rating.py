@@ -11,7 +11,7 @@ import torch
 
 from visalign.core import fidelity_rewards
 from visalign.rewards.catalogue import load_text_reward
-from visalign.rewards.text.rating import RatingReward
+from visalign.rewards.text.rating import RatingReward, VerdictReward
 
 ANSWERS = {"a": (["5", "4", "5"], 4.5), "b": (["2", "3", "oh"], 2.0), "c": (["3", "1", "2"], 2.0)}
 
@@ -80,9 +80,9 @@ def test_a_verdict_is_right_or_wrong():
         "the first",
         "a tie",
     ]
-    for words in (["yes"], ["yes", "yes"]):
+    for words in (["yes"], ["yes", "yes"], "no"):
         with pytest.raises(ValueError, match=r"words is .*give two texts that differ"):
-            load_text_reward("verdict", words=words)
+            VerdictReward(words=words)
 
 
 def test_records_without_a_label_are_said():
