@@ -54,6 +54,15 @@ def _sd15(output: Path, plan: Plan) -> dict[str, float]:
     return pipeline_measures(output / "shapes-sd15")
 
 
+def _composed(output: Path, plan: Plan) -> dict[str, float]:
+    from .composed import train_composed
+    from .generator import pipeline_measures, save_pipeline
+
+    folder = output / "shapes-sd3-composed"
+    save_pipeline(train_composed(_base(output, "shapes-sd3"), plan), folder)
+    return pipeline_measures(folder)
+
+
 def _clip(output: Path, plan: Plan, grounds: bool = False) -> dict[str, float]:
     from .clip import retrieval, save_clip, train_clip, widen_clip
 
@@ -90,6 +99,7 @@ STAGES: dict[str, Callable[[Path, Plan], Mapping[str, float]]] = {
     "autoencoder": _autoencoder,
     "generator": _generator,
     "sd15": _sd15,
+    "composed": _composed,
     "clip": _clip,
     "clip_grounds": partial(_clip, grounds=True),
     "language": _language,

@@ -55,6 +55,7 @@ class Plan:
     autoencoder_batch: int = 16
     generator_steps: int = 5000
     generator_batch: int = 192
+    composed_steps: int = 2000
     unet_steps: int = 3000
     unet_batch: int = 64
     clip_steps: int = 1000
@@ -173,9 +174,10 @@ def muon_and_adam(
 def tidy(folder: Path) -> None:
     """Make a saved model readable for everybody, loaded as float32, without the path of its build."""
     umask_permissions(folder)
-    for file in folder.rglob("config.json"):
+    for file in (*folder.rglob("*config.json"), *folder.glob("model_index.json")):
         config = json.loads(file.read_text(encoding="utf-8"))
-        config.pop("_name_or_path", None)
+        for entry in ("_name_or_path", "is_local", "local_files_only"):
+            config.pop(entry, None)
         if "dtype" in config:  # diffusers widens its own parts by default, transformers follows this entry
             config["dtype"] = "float32"
         file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -125,11 +125,19 @@ class JsonFormat(TextRule):
             return TextVerdict(value=0.0, remark=f"{len(texts)} fenced blocks, needed is one")
         try:
             value = read_json(texts[0])
-            error = self._validator and next(self._validator.iter_errors(value), None)
+            error = None if self._validator is None else self._first_error(value)
         except (ValueError, RecursionError) as unreadable:
             return TextVerdict(value=0.0, remark=f"no JSON: {unreadable}"[:200])
         remark = f"{error.json_path}: {error.message}"[:200] if error else ""
         return TextVerdict(value=0.0 if error else 1.0, remark=remark)
+
+    def _first_error(self, value: Any) -> Any:
+        from referencing.exceptions import Unresolvable
+
+        try:
+            return next(self._validator.iter_errors(value), None)
+        except Unresolvable as error:
+            raise RewardError(f"{self.name}: a $ref of the schema leads nowhere: {error}. Nothing is fetched.") from error
 
 
 def read_json(text: str) -> Any:

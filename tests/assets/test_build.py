@@ -17,6 +17,7 @@ from PIL import Image
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 
 from assets.build.__main__ import STAGES, build
+from assets.build.composed import composed_prompts, contained_prompts
 from assets.build.judge import Learner, cell_targets, new_judge, question_loss
 from assets.build.judge_data import BETTER, LOOKS, Question, Questions, appearance, part, rate
 from assets.build.judge_inputs import PATCH, TOKENS, answer_states, judge_tokenizer, pack_questions, patches_of, see
@@ -31,7 +32,7 @@ from assets.build.language import (
     solution_loss,
 )
 from assets.build.stage import Plan, packaged
-from visalign.data.shapes.prompts import CATEGORIES, train_prompts
+from visalign.data.shapes.prompts import CATEGORIES, is_heldout, parse_prompt, train_prompts
 from visalign.data.shapes.render import render_many
 from visalign.data.shapes.scenes import DISTORTIONS, SIZE, STYLES, Canvas, Scene, SceneObject
 from visalign.data.shapes.verifier import verify_scene
@@ -193,17 +194,39 @@ def test_a_share_of_the_corpus_misreads_one_number() -> None:
     assert abs(wrong - MISREAD_SHARE) < 4 * (0.25 / len(sums)) ** 0.5
 
 
+def test_a_composed_prompt_contains_no_heldout_one_and_is_none_of_the_worlds_own() -> None:
+    parts = contained_prompts(("big", "red", "circle"), "left of", ("small", "orange", "cross"))
+    pairs = ["a big circle and a small cross", "a red circle and an orange cross"]
+    relations = ["a circle left of a cross", "a red circle left of an orange cross"]
+    assert parts == ["a big red circle", "a small orange cross", *pairs, *relations]
+    assert contained_prompts((None, "red", "circle"), None, ("big", "red", "cross")) == [
+        "a red circle",
+        "a big red cross",
+        "a circle and a big cross",
+    ]
+    records = composed_prompts(300, seed=2)
+    assert len({record["prompt"] for record in records}) == 300 and not {r["prompt"] for r in records} & set(RECORDS)
+    for record in records:
+        target, subject = record["include"]
+        first, second = (tuple(entry.get(key) for key in ("size", "color", "class")) for entry in (subject, target))
+        relation = subject.get("position", [None])[0]
+        first, second = (first, second) if relation else (second, first)
+        assert not any(is_heldout(parse_prompt(part)) for part in contained_prompts(first, relation, second))
+        assert (first[0] or second[0]) and (relation or first[1] or second[1])
+
+
 @pytest.mark.slow
 def test_a_small_build_runs_from_end_to_end_and_its_models_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from diffusers import StableDiffusion3Pipeline, StableDiffusionPipeline
 
-    from assets.build import autoencoder, clip, generator, judge, language, unet
+    from assets.build import autoencoder, clip, composed, generator, judge, language, unet
     from visalign.rewards.clip.open_clip_folder import load_open_clip
 
     monkeypatch.setattr(generator, "POOL", 64)
     monkeypatch.setattr(unet, "POOL", 64)
+    monkeypatch.setattr(composed, "POOL", 64)
     monkeypatch.setattr(generator.shutil, "which", lambda name: None)
     encode_scenes = autoencoder.encode_scenes
     monkeypatch.setattr(autoencoder, "encode_scenes", lambda model, feed, _: encode_scenes(model, feed, 64))
@@ -214,7 +237,7 @@ def test_a_small_build_runs_from_end_to_end_and_its_models_load(
     accuracy = judge.answer_accuracy
     monkeypatch.setattr(judge, "answer_accuracy", lambda engine, **_: accuracy(engine, images=4, pairs=4))
     monkeypatch.setattr(torch.optim, "Muon", partial(torch.optim.Muon, ns_steps=1))  # five take a third of the time
-    steps = {f"{stage}_steps": 1 for stage in ("autoencoder", "generator", "unet", "clip", "clip_ground")}
+    steps = {f"{stage}_steps": 1 for stage in ("autoencoder", "generator", "composed", "unet", "clip", "clip_ground")}
     steps |= {f"{stage}_steps": 1 for stage in ("language", "judge_vision", "judge", "judge_ground", "heie")}
     batches = {f"{stage}_batch": 4 for stage in ("autoencoder", "generator", "unet", "language", "judge")}
     sizes = {"clip_batch": 8, "language_per_task": 1, "judge_check": 4, "heie_images": 8, "heie_check": 12}
@@ -235,4 +258,6 @@ def test_a_small_build_runs_from_end_to_end_and_its_models_load(
     assert writing.dtype == torch.float32 and writing.generation_config.top_k == 0
     base = json.loads((tmp_path / "shapes-heie" / "judge.json").read_text(encoding="utf-8"))["base"]
     assert base == "../shapes-vlm"
-    assert "_name_or_path" not in (tmp_path / "shapes-sd3" / "vae" / "config.json").read_text()
+    for name in ("shapes-sd3", "shapes-sd3-composed"):
+        texts = [(tmp_path / name / file).read_text() for file in ("vae/config.json", "model_index.json")]
+        assert not [text for text in texts if "_name_or_path" in text]

@@ -6,8 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 
 PACKAGED = (
-    "shapes-sd3", "shapes-sd15", "shapes-clip", "tasks-qwen3", "shapes-vlm", "shapes-ict", "shapes-hp", "shapes-hpsv3",
-    "shapes-hpsv3-ensemble", "shapes-pairs", "shapes-heie",
+    "shapes-sd3", "shapes-sd3-composed", "shapes-sd15", "shapes-clip", "tasks-qwen3", "shapes-vlm", "shapes-ict",
+    "shapes-hp", "shapes-hpsv3", "shapes-hpsv3-ensemble", "shapes-pairs", "shapes-heie",
 )  # fmt: skip
 """Models that come with the package."""
 

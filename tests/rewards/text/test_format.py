@@ -86,7 +86,7 @@ def test_json_schema():
     assert remark(reward, '{"n": 0}') == "$.n: 0 is less than the minimum of 1"
     with pytest.raises(ValueError, match="the schema is not valid: 'strng' is not valid"):
         JsonFormat(schema={"type": "strng"})
-    with pytest.raises(Exception, match=r"Unresolvable: http"):  # nothing is fetched
+    with pytest.raises(RewardError, match=r"a \$ref of the schema leads nowhere: .*http"):  # nothing is fetched
         values(JsonFormat(schema={"$ref": "http://127.0.0.1:1/schema"}), ["3"])
 
 

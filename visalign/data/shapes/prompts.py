@@ -28,19 +28,24 @@ CATEGORIES = ("single_object", "two_objects", "counting", "colors", "position", 
 HELDOUT_SHARE = 0.25  # Share of the combinations of each category that no training prompt contains
 
 _INVERSE = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
-_Noun = tuple[str | None, str | None, str]
+Noun = tuple[str | None, str | None, str]  # Size, color, shape
 
 
 def _plural(shape: str) -> str:
     return "crosses" if shape == "cross" else shape + "s"
 
 
-def _phrase(noun: _Noun) -> str:
+def phrase(noun: Noun) -> str:
+    """Write a noun with its article.
+
+    >>> phrase((None, "orange", "circle"))
+    'an orange circle'
+    """
     words = [word for word in noun if word]
     return " ".join(["an" if words[0][0] in "aeiou" else "a", *words])
 
 
-def _entry(noun: _Noun, count: int = 1) -> Record:
+def _entry(noun: Noun, count: int = 1) -> Record:
     size, color, shape = noun
     entry: Record = {"class": shape, "count": count}
     if color:
@@ -58,21 +63,21 @@ def _record(tag: str, prompt: str, include: list[Record]) -> Record:
     return {"tag": tag, "prompt": prompt, "include": include, "exclude": exclude, "only": True}
 
 
-def _one(tag: str, noun: _Noun) -> Record:
-    return _record(tag, _phrase(noun), [_entry(noun)])
+def _one(tag: str, noun: Noun) -> Record:
+    return _record(tag, phrase(noun), [_entry(noun)])
 
 
-def _pair(tag: str, first: _Noun, second: _Noun) -> Record:
-    return _record(tag, f"{_phrase(first)} and {_phrase(second)}", [_entry(first), _entry(second)])
+def _pair(tag: str, first: Noun, second: Noun) -> Record:
+    return _record(tag, f"{phrase(first)} and {phrase(second)}", [_entry(first), _entry(second)])
 
 
-def _count(noun: _Noun, count: int) -> Record:
+def _count(noun: Noun, count: int) -> Record:
     words = [COUNT_WORDS[count], *(word for word in noun[:2] if word), _plural(noun[2])]
     return _record("counting", " ".join(words), [_entry(noun, count)])
 
 
-def _relation(subject: _Noun, relation: str, target: _Noun) -> Record:
-    prompt = f"{_phrase(subject)} {relation} {_phrase(target)}"
+def _relation(subject: Noun, relation: str, target: Noun) -> Record:
+    prompt = f"{phrase(subject)} {relation} {phrase(target)}"
     return _record("position", prompt, [_entry(target), _entry(subject) | {"position": [relation, 0]}])
 
 
