@@ -137,7 +137,8 @@ class JsonFormat(TextRule):
         try:
             return next(self._validator.iter_errors(value), None)
         except Unresolvable as error:
-            raise RewardError(f"{self.name}: a $ref of the schema leads nowhere: {error}. Nothing is fetched.") from error
+            message = f"{self.name}: a $ref of the schema leads nowhere: {error}. Nothing is fetched."
+            raise RewardError(message) from error
 
 
 def read_json(text: str) -> Any:
