@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -172,6 +172,16 @@ def with_capabilities(reward: Any) -> Any:
     return reward
 
 
+@contextmanager
+def unchanged(name: str, samples: Any) -> Iterator[None]:
+    """Raise if the reward `name` changes tensors in place that later rewards get."""
+    tensors = [x for x in (samples if isinstance(samples, list) else [samples]) if isinstance(x, Tensor)]
+    before = [tensor._version for tensor in tensors if not tensor.is_inference()]  # others keep no version
+    yield
+    if before != [tensor._version for tensor in tensors if not tensor.is_inference()]:
+        raise UserError(f"Reward {name!r} changes its images in place. Have it work on images.clone().")
+
+
 def score_named(reward: Any, samples: Any, prompts: Sequence[Any], metadata: Any = None, *, name: str) -> Any:
     """Score samples by a reward; what it raises names the reward and the sample."""
 
@@ -179,7 +189,7 @@ def score_named(reward: Any, samples: Any, prompts: Sequence[Any], metadata: Any
         rows = slice(start, stop)
         return reward.score(samples[rows], prompts[rows], None if metadata is None else metadata[rows])
 
-    with Naming(name, score_rows, len(prompts)):
+    with unchanged(name, samples), Naming(name, score_rows, len(prompts)):
         return score_rows(0, len(prompts))
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -157,7 +158,12 @@ def folder_sides(paths: Sequence[str], records: Sequence[Record] | None, scoring
     tables = [image_rows([folder]) for folder in folders]
     counts = [Counter(row.prompt for row in rows) for rows in tables]
     suite: dict[str, Record] = {row.prompt: {"tag": record_tags([row.metadata or {}])[0]} for row in tables[0]}
-    suite = suite if records is None else {str(record["prompt"]): record for record in records}
+    if records is not None:
+        suite = {str(record["prompt"]): record for record in records}
+        if any(suite[str(record["prompt"])] != record for record in records):
+            raise UserError(
+                "Two items of the suite have one prompt, and images show no item. Give models, not images."
+            )
     for path, count in zip(paths, counts, strict=True):
         if different := [prompt for prompt in counts[0] | count if count[prompt] != counts[0][prompt]]:
             numbers = f"{excerpt(different[0])} with {counts[0][different[0]]} and {count[different[0]]} images"
@@ -174,6 +180,8 @@ def folder_sides(paths: Sequence[str], records: Sequence[Record] | None, scoring
     draws = [Counter(map(_draw_key, table)) for table in tables]
     has_seeds = all(isinstance(row.seed, int) and abs(row.seed) < 2**63 for table in tables for row in table)
     by_seed = has_seeds and max(draws[0].values()) == 1 and all(draw == draws[0] for draw in draws)
+    if has_seeds and not by_seed:
+        warnings.warn("The sides' seeds differ, so the images of a prompt are paired in their order.", stacklevel=2)
     for path, table in zip(paths, tables, strict=True):
         ordinals, rows = Counter[str](), list[ImageRow]()
         if by_seed:

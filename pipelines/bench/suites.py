@@ -87,7 +87,8 @@ def _graphs(source: str, suite: Suite) -> list[dict[str, Any]]:
     for _, columns in read_rows(source):
         require_columns(source, columns, suite.fields.values(), purpose=suite.title)
         row = {ours: str(columns[theirs]).strip() for ours, theirs in suite.fields.items()}
-        items.setdefault(row["item"], {})[row["id"]] = row
+        if items.setdefault(row["item"], {}).setdefault(row["id"], row) != row:
+            raise UserError(f"'{source}': item {row['item']} has two questions {row['id']}. Number them differently.")
     records = []
     for item, rows in items.items():
         index = {key: number for number, key in enumerate(rows)}

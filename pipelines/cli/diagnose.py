@@ -100,8 +100,10 @@ def _show_best_of_n(console: Console, result: Mapping[str, Any]) -> None:
         table.add_row(f"base, best of {point['n']}", *numbers)
     table.add_row("tuned", *(_three_decimals(result["tuned"][key]) for key in ("reward", "kl")), "")
     console.print(table)
-    less, n = "less" if result["cheaper_than_bound"] else "more", result["equal_n"]
-    line = f"Best of {n} of the base reaches it; the tuned policy moved {less} than its bound."
+    n, is_cheaper = result["equal_n"], result["cheaper_than_bound"]
+    moved = "as far as its bound, within the interval" if is_cheaper is None else "less" if is_cheaper else "more"
+    than = "" if is_cheaper is None else " than its bound"
+    line = f"Best of {n} of the base reaches it; the tuned policy moved {moved}{than}."
     console.print(Text("No best of n of the base reaches the tuned policy's reward." if n is None else line))
 
 

@@ -172,12 +172,15 @@ def _rows_of_images(path: Path, records: QualitySet, prompt: str | None, scores:
 def _rows_of_table(path: Path, prompt: str | None, columns: Columns, scores: Sequence[str]) -> list[ImageRow]:
     """Read a table with scores; prompts and images where it has them."""
     table, source = list(read_table(path, columns.names)), str(path)
-    if table and {"image", "reward", "value"} <= set(table[0][1]):  # a row per image and reward
+    if any({"image", "reward", "value"} <= set(row) for _, row in table):  # a row per image and reward
         by_image: dict[tuple[Any, Any], tuple[int, Row]] = {}
         for number, row in table:
             image = {name: row[name] for name in ("image", "prompt") if name in row}
             _, merged = by_image.setdefault((row["image"], row.get("prompt")), (number, image))
-            merged[str(row["reward"])] = row["value"]
+            reward = str(row["reward"])
+            if reward in merged and merged[reward] != row.get("value"):
+                raise UserError(f"'{path}' scores {row['image']} twice by {reward}. Give a table of one scoring.")
+            merged[reward] = row.get("value")
         table, source = list(by_image.values()), f"rewards of {path}"
     require_columns(source, dict.fromkeys(name for _, row in table for name in row), scores, purpose="--scores")
     rows = []

@@ -208,12 +208,13 @@ def check_routes(terms: Mapping[str, RewardTerm], records: Records) -> None:
             f"rewards.terms.{label}.where is {where}, which no record of data.train has. "
             f"{f'Their values of {name} are {listed}.' if values else missing}"
         )
-    optimized = [term.where for term in terms.values() if term.largest_weight > 0]
+    optimized = [term.where for term in terms.values() if term.smallest_weight > 0]
     unrewarded = [record for record in records if not any(matches(record, where) for where in optimized)]
     if optimized and unrewarded:
         count = f"{len(unrewarded)} of {len(records)} records of data.train"
         first = excerpt(dict(unrewarded[0]), 200)
-        raise UserError(f"{count} have no reward, as each has a where; the first is {first}. Add one, or drop them.")
+        why = "as each has a where, or a weight that is 0 at an end of the run"
+        raise UserError(f"{count} have no reward, {why}; the first is {first}. Add one, or drop them.")
 
 
 def code_fingerprints(config: Any) -> dict[str, str]:

@@ -142,6 +142,11 @@ class RewardTerm:
             raise UserError("A term with a bound has a constant weight, which is its unit. Give a number.")
 
     @property
+    def smallest_weight(self) -> float:
+        """The weight, of a schedule the smaller end."""
+        return min(self.weight.start, self.weight.end) if isinstance(self.weight, WeightSchedule) else self.weight
+
+    @property
     def largest_weight(self) -> float:
         """The weight, of a schedule the larger end."""
         return max(self.weight.start, self.weight.end) if isinstance(self.weight, WeightSchedule) else self.weight

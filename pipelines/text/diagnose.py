@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import combinations
@@ -98,6 +99,8 @@ class _Scorer:
     """Held-out records of a run, the generation of completions to them, and the rewards of these."""
 
     def __init__(self, config: Any, more: Mapping[str, Any], prompts: int | None, right_at: float | None) -> None:
+        if right_at is not None and not math.isfinite(right_at):
+            raise UserError(f"--right-at is {right_at}; give a finite reward.")
         records, rewards = heldout_inputs(config, None)
         self.records, self.generation = evenly_spaced(records, prompts), config.generation
         self.rewards, self.correctness = {**rewards, **more, **rewards}, config.evaluation.correctness
@@ -221,11 +224,14 @@ def _best_of_n(base: Any, before: _Scored, after: _Scored, generator: torch.Gene
     equal_n = next((point.n for point in points if point.reward.estimate >= reward.estimate), None)
     bound = {point.n: point.kl_bound for point in points}
     kl = two_policies.mean_interval(log_ratio.nanmean(1), generator=generator)
+    rounding = 1e-4  # nats
+    is_open = equal_n is None or kl.low - rounding <= bound[equal_n] <= kl.high + rounding
+    is_cheaper = None if is_open else kl.high < bound[equal_n]
     return {
         "base": [{**asdict(point), "reward": point.reward.to_dict()} for point in points],
         "tuned": {"reward": reward.to_dict(), "kl": kl.to_dict()},
         "equal_n": equal_n,
-        "cheaper_than_bound": None if equal_n is None else kl.estimate < bound[equal_n],
+        "cheaper_than_bound": is_cheaper,
     }
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -165,7 +166,7 @@ class FunctionReward:
         """Call the function with copies of the readable rows, never with the caller's own data."""
         images = self._convert([image for _, image in request.images.readable()])
         prompts = [request.prompts[row] for row in rows]
-        records = [None if (record := request.metadata[row]) is None else dict(record) for row in rows]
+        records = [None if (record := request.metadata[row]) is None else deepcopy(dict(record)) for row in rows]
         keys = dict.fromkeys(key for record in records if record for key in record)
         columns: dict[str, Any] = {key: [(record or {}).get(key) for record in records] for key in keys}
         columns |= {"images": images, "completions": images, "prompts": prompts, "metadata": records}

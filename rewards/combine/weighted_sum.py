@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from visalign.errors import Naming
-from visalign.interfaces import NOT_FOR_SAMPLE, Metadata, RewardCapabilities, Scores, with_capabilities
+from visalign.interfaces import NOT_FOR_SAMPLE, Metadata, RewardCapabilities, Scores, unchanged, with_capabilities
 from visalign.rewards.base.contract import (
     RewardError,
     check_answer,
@@ -193,7 +194,8 @@ class WeightedSum:
         def judge(reward: Any, chunk: slice) -> Scores:
             metadata = records if reward.capabilities.needs_group else without_group(records)
             samples = images if reward.capabilities.takes_gpu_images else on_cpu(images)
-            return reward.score(samples[chunk], list(prompts[chunk]), list(metadata[chunk]))
+            with unchanged(reward.name, samples):
+                return reward.score(samples[chunk], list(prompts[chunk]), list(metadata[chunk]))
 
         return self.add_up(judge, rows, reasons)
 
@@ -236,6 +238,9 @@ class WeightedSum:
                 reasons[row] = reasons[row] or (reason and not is_absent and f"{label}: {reason}") or None
         reasons = [why or (None if ok else NO_REWARD) for why, ok in zip(reasons, judged.tolist(), strict=True)]
         if self._allow_missing:
+            for reason in dict.fromkeys(reason for ok, reason in zip(judged.tolist(), reasons, strict=True) if ok):
+                if reason is not None:
+                    warnings.warn(f"allow_missing: samples are scored without a reward. {reason}", stacklevel=2)
             reasons = [None if ok else reason for ok, reason in zip(judged.tolist(), reasons, strict=True)]
         for row in (~total.float().isfinite()).nonzero().flatten().tolist():
             reasons[row] = reasons[row] or f"the weighted sum {total[row].item():.3g} is beyond float32"

@@ -17,6 +17,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from typing import Any
 
 from visalign.errors import Naming
@@ -77,7 +78,7 @@ class TextFunctionReward:
     def _call(self, request: TextRequest) -> list[float | None]:
         """Call the function, once with the lists or once per completion."""
         keys = dict.fromkeys(key for record in request.metadata if record for key in record)
-        columns: dict[str, Any] = {key: request.column(key) for key in keys}
+        columns: dict[str, Any] = {key: deepcopy(request.column(key)) for key in keys}
         names = _LISTS if self._takes_lists else ("prompt", "completion")
         completions: list[Any] = request.completions
         if self._as_messages:

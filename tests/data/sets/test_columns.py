@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from visalign.data.sets.columns import Columns, parse_map, read_table
+from visalign.data.sets.prompt_files import load_prompts
 from visalign.data.sets.records import PreferenceSet, QualitySet
 from visalign.data.sets.sources import join_scores, load_preferences, load_quality, load_source
 from visalign.data.sets.tables import read_rows
 from visalign.errors import UserError
+from visalign.pipelines.score.parts import Part, ScoringOptions, read_part
 from visalign.pipelines.score.score import ScoreRow, encode_rows
 
 
@@ -179,3 +181,17 @@ def test_scores_of_chosen_and_rejected_follow_their_sides(tmp_path: Path) -> Non
     pairs = load_preferences(tmp_path / "set.jsonl", columns=Columns(names=names)).pairs
     assert {pair.label for pair in pairs} == {0.0, 1.0}
     assert all((pair.extra["r_left"] > pair.extra["r_right"]) == (pair.label == 1.0) for pair in pairs)
+
+
+def test_an_empty_cell_is_not_filled_from_another_column(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text(
+        "image,prompt,caption,text\n1.png,old,new,SALE\n2.png,older,,SALE\n3.png,,new,SALE\n"
+    )
+    part = Part(source=tmp_path / "a.csv", output="a")
+    rows = list(read_part(part, ScoringOptions(rewards=[], names={"prompt": "caption"})))
+    assert [row.prompt for row in rows] == ["new", "", "new"] and "prompt" in str(rows[1].reason)
+    assert [row.prompt for row in read_part(part, ScoringOptions(rewards=[]))] == ["old", "older", ""]
+    with pytest.raises(UserError, match=r"row 3 has no field 'caption', which data.map.prompt"):
+        load_prompts(str(tmp_path / "a.csv"), names={"prompt": "caption"})
+    with pytest.raises(UserError, match=r"row 4 needs a .prompt. that is text"):
+        load_prompts(str(tmp_path / "a.csv"))

@@ -136,6 +136,13 @@ class Values:
         return Scores(value=value, valid=torch.full((len(value),), self.valid), unit=self.unit, parts=parts)
 
 
+class Bare(Values):
+    """A class that returns no Scores."""
+
+    def score(self, images: Tensor, prompts: Sequence[str], metadata: Metadata | None = None) -> Any:
+        return self.of(prompts)
+
+
 RECORDS = [
     {"prompt": "a red circle", "tag": "colors"},
     {"prompt": "two blue squares", "tag": "counting"},
@@ -324,6 +331,10 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
         (
             {"rewards": {"short": Values(lambda _: [0.0])}, "correctness": None},
             "'short' returned 1 scores for 3 images",
+        ),
+        (
+            {"rewards": {"bare": Bare(lambda prompts: [0.0] * len(prompts))}, "correctness": None},
+            "'bare' returned a list for 3 images; .* a Scores",
         ),
     ],
 )

@@ -284,3 +284,24 @@ def test_a_run_of_an_own_adapter_says_whether_it_edits(tmp_path: Path) -> None:
     (tmp_path / "lora").mkdir()
     assert sides.suite_edits([str(tmp_path)]) == "optional"
     assert sides.suite_edits(["shapes-sd3,steps=4"]) == "none"
+
+
+def test_questions_that_would_be_lost_are_refused(tmp_path: Path) -> None:
+    file, images = tmp_path / "d.csv", tmp_path / "images.csv"
+    file.write_text(DPG + "7,a cat,1,0,Is there a cat?\n7,a cat,1,0,Is it black?\n")
+    result = run("shapes-sd3", "--suite", f"dpg:{file}", "-o", tmp_path / "out")
+    assert "item 7 has two questions 1. Number them differently" in " ".join(result.output.split())
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    images.write_text("image,prompt\na.png,a cat\n")
+    two = [{"prompt": "a cat", "tag": tag} for tag in ("x", "y")]
+    with pytest.raises(UserError, match="Two items of the suite have one prompt"):
+        sides.folder_sides([str(images)], two, {})
+
+
+def test_sides_of_other_seeds_say_how_their_images_are_paired(tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    tables = [tmp_path / f"{name}.jsonl" for name in ("one", "two")]
+    for seed, table in enumerate(tables):
+        table.write_text(json.dumps({"image": "a.png", "prompt": "a cat", "seed": seed}) + "\n")
+    with pytest.warns(UserWarning, match="seeds differ, so the images of a prompt are paired in their order"):
+        sides.folder_sides(list(map(str, tables)), None, {"rewards": {}, "correctness": None})

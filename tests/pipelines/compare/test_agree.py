@@ -156,3 +156,16 @@ def test_the_command_reads_tables_of_pairs_folders_and_resumes(tmp_path: Path, m
     assert json.loads(folder.stdout)["set"] == {"source": ".", "images": 4, "prompts": 1, "seed": 0, "level": 0.95}
     wrong = CliRunner().invoke(app, ["agree", ".", "-r", "saturation", "-r", "ocr"])
     assert wrong.exit_code == 2 and "has no prompt" in " ".join(wrong.output.split())
+
+
+def test_a_table_of_scores_may_have_failures_and_has_one_scoring(tmp_path: Path) -> None:
+    rows = [("0.png", "sharpness", ""), *((f"{n}.png", "sharpness", n) for n in (1, 2, 3))]
+    rows += [(f"{n}.png", "saturation", n * n) for n in range(4)]
+    lines = ["image,reward,value", *(",".join(map(str, row)) for row in rows)]
+    (table := tmp_path / "long.csv").write_text("\n".join(lines) + "\n")
+    read = CliRunner().invoke(app, ["agree", str(table), "-s", "sharpness", "-s", "saturation", "--json"])
+    assert read.exit_code == 0, read.output
+    assert json.loads(read.stdout)["pairs"][0]["images"] == 3
+    table.write_text("\n".join([*lines, "1.png,sharpness,9"]) + "\n")
+    twice = CliRunner().invoke(app, ["agree", str(table), "-s", "sharpness", "-s", "saturation"])
+    assert twice.exit_code == 2 and "scores 1.png twice by sharpness" in " ".join(twice.output.split())

@@ -153,3 +153,10 @@ def test_without_a_verdict_the_reward_is_compared(runs, tmp_path):
     diagnosis = json.loads(_said(tmp_path, "--samples", 2, "--right-at", 1, *options, "--json"))
     assert diagnosis["support"]["expanded"] > 3 and diagnosis["correctness"] == "a reward of 1 or better"
     assert [pair["second"] for pair in diagnosis["rewards"]] == ["length"]
+
+
+def test_a_verdict_needs_an_interval_and_a_finite_reward(runs):
+    same = json.loads(_said(runs / "tuned", runs / "tuned", "--samples", 2, "--json"))["best_of_n"]
+    assert same["equal_n"] == 1 and abs(same["tuned"]["kl"]["estimate"]) < 1e-5 and same["cheaper_than_bound"] is None
+    assert "as far as its bound, within the interval." in " ".join(_said(runs / "tuned", runs / "tuned").split())
+    assert "--right-at is nan; give a finite reward" in _said(runs / "tuned", "--right-at", "nan", code=2)

@@ -10,9 +10,11 @@ import pytest
 import torch
 from PIL import Image
 
-from visalign.interfaces import RewardCapabilities, Scores
+from visalign.errors import UserError
+from visalign.interfaces import RewardCapabilities, Scores, score_named
 from visalign.rewards import FunctionReward, RewardError, WeightedSum, check_reward, failure_reasons
-from visalign.rewards.statistics import JpegSize
+from visalign.rewards.statistics import JpegSize, Sharpness
+from visalign.rewards.text.callables import TextFunctionReward
 
 IMAGES = torch.rand(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 PROMPTS = ["p"] * 4
@@ -194,3 +196,37 @@ def test_images_on_a_gpu_are_moved_for_the_terms_that_do_not_take_them_there(mon
     assert both.capabilities.takes_gpu_images
     assert both.score(IMAGES, PROMPTS).value.tolist() == [2, 4, 6, 8] and moved == ["here"]
     assert not WeightedSum({"other": (other, 1.0)}).capabilities.takes_gpu_images
+
+
+def test_a_reward_that_changes_its_images_is_named_and_later_ones_never_get_them():
+    class InPlace(Sharpness):
+        def score(self, images, prompts, metadata=None):
+            images.mul_(0.5)
+            return super().score(images, prompts, metadata)
+
+    images = torch.rand(4, 3, 8, 8)
+    with pytest.raises(UserError, match=r"'sharpness' changes its images in place. Have it work on images.clone"):
+        WeightedSum({"a": (InPlace(), 1.0)}).score(images, PROMPTS)
+    with pytest.raises(UserError, match="'shown' changes its images in place"):
+        score_named(InPlace(), images, PROMPTS, name="shown")
+
+
+def test_a_function_gets_records_of_its_own():
+    records = [{"include": ["circle"], "n": [1]} for _ in PROMPTS]
+
+    def greedy(images=(), completions=(), metadata=(), n=(), **_):
+        for record, numbers in zip(metadata or [{}] * len(n), n, strict=True):
+            record.get("include", [0]).clear()
+            numbers.clear()
+        return [0.0] * len(n)
+
+    FunctionReward(greedy).score(IMAGES, PROMPTS, records)
+    TextFunctionReward(greedy).score(["a"] * len(PROMPTS), PROMPTS, records)
+    assert records == [{"include": ["circle"], "n": [1]} for _ in PROMPTS]
+
+
+def test_a_term_without_which_samples_are_scored_is_said_once():
+    terms = {"a": (fixed([1.0, 2, 3, 4]), 1.0), "b": (fixed([math.nan] * 4), 1.0)}
+    with pytest.warns(UserWarning, match="samples are scored without a reward. b: ") as said:
+        assert total(terms, allow_missing=True).value.tolist() == [1, 2, 3, 4]
+    assert len(said) == 1

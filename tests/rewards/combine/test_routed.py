@@ -9,7 +9,7 @@ import torch
 from visalign.errors import UserError
 from visalign.interfaces import NOT_FOR_SAMPLE
 from visalign.pipelines.shared.parts import check_routes, load_terms, weighted_sum
-from visalign.pipelines.shared.sections import RewardsConfig, RewardTerm
+from visalign.pipelines.shared.sections import RewardsConfig, RewardTerm, WeightSchedule
 from visalign.rewards import FunctionReward, WeightedSum
 from visalign.rewards.catalogue import load_judge, load_text_reward
 from visalign.rewards.combine.routed import Routed
@@ -86,3 +86,11 @@ def test_a_route_goes_without_what_reads_all_samples() -> None:
     terms = {"exact_answer": RewardTerm(where={"task": "ocr"}, uncertainty="advantage")}
     with pytest.raises(UserError, match="chooses records, and its bound or uncertainty=advantage"):
         weighted_sum(RewardsConfig(terms=terms), load_terms(terms, load_text_reward, None), WeightedTextSum)
+
+
+def test_records_of_a_reward_whose_weight_ends_at_0_need_another() -> None:
+    fading = RewardTerm(where={"task": ["ocr", "sign"]}, weight=WeightSchedule(start=1.0, end=0.0, iterations=2))
+    others, records = RewardTerm(where={"task": "count"}), RECORDS[:3]
+    with pytest.raises(UserError, match="have no reward, as each has a where, or a weight that is 0 at an end"):
+        check_routes({"a": fading, "b": others}, records)
+    check_routes({"a": fading, "b": RewardTerm()}, records)

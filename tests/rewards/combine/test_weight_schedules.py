@@ -116,3 +116,19 @@ def test_marble_chooses_its_weights_itself(tmp_path: Any) -> None:
     reward = _sum(WeightedSum, Brightness(), Loud(), FADING)
     with pytest.raises(UserError, match=r"balance_every chooses .* Give numbers"):
         toy_trainer(tmp_path, reward=reward, objective={"balance_every": 1})
+
+
+def test_a_round_that_is_sampled_ahead_has_the_weights_of_its_iteration(tmp_path: Any) -> None:
+    ends, ahead = {"start": 0.0, "end": 1.0, "iterations": 3}, {"staleness": 1}
+    text, images = (
+        _sum(kind, *terms, ends)
+        for kind, *terms in ((WeightedTextSum, Letters("a"), Letters("e")), (WeightedSum, Brightness(), Loud()))
+    )
+    objective = {"changes": {"importance_sampling": {"level": "token", "mode": "truncate", "high": 2.0}}}
+    trainers = [
+        toy_text_trainer(tmp_path / "text", reward=text, rollout=ahead, objective=objective),
+        toy_trainer(tmp_path / "images", reward=images, rollout=ahead, objective=dict(objective)),
+    ]
+    for trainer in trainers:
+        rows = [trainer.iterate() for _ in range(4)]
+        assert [row["reward_part/b.weight"] for row in rows] == pytest.approx([0, 1 / 3, 2 / 3, 1], abs=1e-6)

@@ -15,7 +15,7 @@ from visalign.errors import UserError, excerpt, suggestion
 
 from .image_references import TEXT, refer_to_images
 from .records import PreferencePair, QualityRecord
-from .tables import NumberedRows, Row, column_names, listed, nearest_first, plain_name, read_rows
+from .tables import NumberedRows, Row, column_names, listed, nearest_first, plain_name, read_rows, without_substitutes
 from .text_rows import PAIR, pair_answers, refer_to_texts
 
 SIDES = {"left": 1.0, "right": 0.0, "tie": 0.5}  # Word for a label -> share for the left image
@@ -123,7 +123,9 @@ def rename_columns(path: Any, row: Row, names: Mapping[str, str]) -> Row:
                 f"'{path}' has no column {theirs!r}, which --map {ours}={theirs} names. "
                 f"{suggestion(theirs, columns)}Found: {listed(nearest_first(theirs, columns), limit=20)}."
             )
-    unnamed = {name: value for name, value in row.items() if name not in names.values()}
+    unnamed = {
+        name: value for name, value in without_substitutes(path, row, names).items() if name not in names.values()
+    }
     return unnamed | {ours: row[theirs] for ours, theirs in names.items() if theirs in row}
 
 

@@ -23,7 +23,7 @@ from visalign.interfaces import is_message
 
 from .hub_datasets import FORMS, find_table
 from .image_references import refer_to_images
-from .tables import READERS, listed, nearest_first, plain_name, read_rows
+from .tables import READERS, column_names, listed, nearest_first, plain_name, read_rows, without_substitutes
 
 Record = dict[str, Any]
 
@@ -196,15 +196,18 @@ def _numbered_prompts(
         for number, line in enumerate(_read_lines(path, name), start=1):
             yield number, {"prompt": line} if line.strip() else None
     else:
-        for where, number, record in _records(path, name):
+        for where, number, record in _records(path, name, names):
             yield number, _check_prompt(where, _asked(record, where) if chat else record, names, chat=chat)
 
 
-def _records(path: Path, name: str) -> Iterator[tuple[str, int, Record]]:
+def _records(path: Path, name: str, names: Mapping[str, str]) -> Iterator[tuple[str, int, Record]]:
     """Read (where, number, record) of a table; images inside a Parquet file become references."""
     kind = "line" if path.suffix.lower() == ".jsonl" else "row"
+    header = column_names(path, {}) if path.suffix.lower() in (".csv", ".tsv") else ()
     for number, row in read_rows(path):
-        cells = refer_to_images(path, number, row, {}).items()
+        if "prompt" in header:
+            row.setdefault("prompt", "")  # another column is no substitute
+        cells = refer_to_images(path, number, without_substitutes(path, row, names), {}).items()
         yield f"{name} {kind} {number}", number, {key: cell for key, cell in cells if not isinstance(cell, bytes)}
 
 
@@ -280,7 +283,7 @@ def load_demonstrations(
     if table.suffix.lower() not in READERS or not table.is_file():
         raise UserError(f"there is no {name}; give a {', '.join(READERS)} file, or {FORMS}.")
     records = []
-    for where, _, row in _records(table, f"'{path}'"):
+    for where, _, row in _records(table, f"'{path}'", names or {}):
         record = _check_prompt(where, _answered(row, where), names or {}, chat=True, example=EXAMPLE)
         records.append(with_completion(record, where, field))
     if not records:

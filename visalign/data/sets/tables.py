@@ -7,7 +7,7 @@ import csv
 import json
 import re
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
@@ -81,6 +81,13 @@ def column_names(path: str | Path, row: Row) -> list[str]:
         return list(first_row(path))
     with path.open(encoding="utf-8-sig", newline="") as file:
         return next(csv.reader(file, delimiter=_delimiter(file, path)))
+
+
+def without_substitutes(path: Any, row: Row, names: Mapping[str, str]) -> Row:
+    """Leave out columns of ours for which a table has another one that is empty in this row."""
+    empty = {ours: theirs for ours, theirs in names.items() if ours != theirs and ours in row and theirs not in row}
+    columns = column_names(path, row) if empty else []
+    return {name: value for name, value in row.items() if empty.get(name) not in columns}
 
 
 def select_split(

@@ -90,10 +90,9 @@ def record_tags(records: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 
 def check_size(name: str, scores: Scores, size: int, samples: str) -> None:
     """Refuse scores that are not one per sample."""
-    if len(scores) != size:
-        raise UserError(
-            f"Reward '{name}' returned {len(scores)} scores for {size} {samples}; it must return one each."
-        )
+    if not isinstance(scores, Scores) or len(scores) != size:
+        returned = f"{len(scores)} scores" if isinstance(scores, Scores) else f"a {type(scores).__name__}"
+        raise UserError(f"Reward '{name}' returned {returned} for {size} {samples}; it must return a Scores of each.")
 
 
 def finite_scores(scores: Scores) -> Tensor:

@@ -111,8 +111,9 @@ class FlowGRPO(ImageAlgorithm):
         return RATIO_BOUND * (math.prod(self.policy.latent_shape) if is_sum else 1)
 
     def _sample(self, iteration: int, run: Context) -> PendingImages:
-        self.draw_references(iteration, iteration, run.clock)
-        return self.sample(iteration, run.clock, self.rollout.choose_steps(self.seed, iteration)[0])
+        with self.scorer.at(iteration):
+            self.draw_references(iteration, iteration, run.clock)
+            return self.sample(iteration, run.clock, self.rollout.choose_steps(self.seed, iteration)[0])
 
     def collect(self, run: Context) -> Collected:
         """Sample, decode and score one iteration's groups."""

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -56,6 +58,15 @@ class RewardScorer:
     def reward(self) -> Any:
         """The reward with its weights in the present `iteration`."""
         return reward_at(self._reward, self.iteration)
+
+    @contextmanager
+    def at(self, iteration: int) -> Iterator[None]:
+        """Score with the weights of an iteration that is sampled ahead."""
+        present, self.iteration = self.iteration, iteration
+        try:
+            yield
+        finally:
+            self.iteration = present
 
     def submit(self, samples: Any, records: Records) -> Callable[[], Scores]:
         """Submit a chunk; the returned function waits for its scores, and raises what the reward raised."""
@@ -159,10 +170,12 @@ class RolloutPrefetcher(Generic[Rollout]):
 def check_failures(scores: Scores, valid: Tensor, limit: float, name: str) -> None:
     """Stop a run whose reward fails on more than `limit` of all processes' samples, or on all of them."""
     failed = int((~valid).sum())
-    if failed <= limit * len(valid) and failed < len(valid):
-        return
     pairs = zip(scores.reason or [], scores.valid.tolist(), strict=False)
     counts = Counter(reason or "no reason given" for reason, is_valid in pairs if not is_valid)
+    if failed <= limit * len(valid) and failed < len(valid):
+        for reason, _ in counts.most_common(3):  # each is shown once
+            warnings.warn(f"Reward {name!r} could not score samples, which are left out: {reason}", stacklevel=2)
+        return
     reasons = "; ".join(f"{reason} ({count}×)" for reason, count in counts.most_common(3))
     raise RewardFailure(
         f"reward {name!r} could not score {failed} of {len(valid)} samples; at most {limit:.0%} may fail "

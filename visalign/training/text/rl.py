@@ -102,7 +102,7 @@ class TextRL(TextAlgorithm):
         self.settings = objective or TextObjectiveSettings()
         base = self.settings.build(length=self.rollout.max_new_tokens)
         self.policy = policy
-        self._prefetcher = RolloutPrefetcher[PendingRound](self._sample, self.rollout.staleness)
+        self._prefetcher = RolloutPrefetcher[PendingRound](self._sample_iteration, self.rollout.staleness)
         reward, reference = as_higher_is_better(reward), Reference(policy, self.settings)
         self.learner = process if isinstance(process, LearningReward) else None
         if latent_flow is not None:
@@ -220,6 +220,10 @@ class TextRL(TextAlgorithm):
 
     def _sample(self, number: int, run: Context) -> PendingRound:
         return sample_completions(self.parts, self.sampler, number, run.clock)
+
+    def _sample_iteration(self, iteration: int, run: Context) -> PendingRound:
+        with self.parts.scorer.at(iteration):
+            return self._sample(iteration, run)
 
     def _update_memory(self, experience: TextExperience, run: Context) -> None:
         objective, t, memory = self.parts.objective, experience.trajectories, run.counters.own
