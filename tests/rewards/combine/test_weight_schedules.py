@@ -120,10 +120,8 @@ def test_marble_chooses_its_weights_itself(tmp_path: Any) -> None:
 
 def test_a_round_that_is_sampled_ahead_has_the_weights_of_its_iteration(tmp_path: Any) -> None:
     ends, ahead = {"start": 0.0, "end": 1.0, "iterations": 3}, {"staleness": 1}
-    text, images = (
-        _sum(kind, *terms, ends)
-        for kind, *terms in ((WeightedTextSum, Letters("a"), Letters("e")), (WeightedSum, Brightness(), Loud()))
-    )
+    text = _sum(WeightedTextSum, Letters("a"), Letters("e"), ends)
+    images = _sum(WeightedSum, Brightness(), Loud(), ends)
     objective = {"changes": {"importance_sampling": {"level": "token", "mode": "truncate", "high": 2.0}}}
     trainers = [
         toy_text_trainer(tmp_path / "text", reward=text, rollout=ahead, objective=objective),

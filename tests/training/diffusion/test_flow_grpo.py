@@ -273,6 +273,8 @@ def test_too_many_failures_stop_the_run(tmp_path):
         toy_trainer(tmp_path, reward=_Failing(0.5)).train()
     with pytest.raises(RewardFailure, match="could not score 48 of 48"):
         toy_trainer(tmp_path, reward=_Failing(1.0), rollout={"max_failure_rate": 1.0}).train()
+    with pytest.warns(UserWarning, match="'brightness' could not score samples, which are left out: judge timed out"):
+        toy_trainer(tmp_path / "half", reward=_Failing(0.5), rollout={"max_failure_rate": 0.5}).iterate()
 
 
 def test_step_draws_are_reproducible_and_vary():
