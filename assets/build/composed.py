@@ -49,7 +49,7 @@ def contained_prompts(first: language.Noun, relation: str | None, second: langua
 
 
 def composed_prompts(count: int = PROMPTS, seed: int = 1) -> list[language.Record]:
-    """Draw prompts with a size and also a color or a relation, which contain no held-out prompt."""
+    """Draw prompts with a size and also a color or a relation; no pair, relation, colored noun is held out."""
     draw, records = random.Random(seed), dict[str, language.Record]()
     sizes, colors = (None, *language.SIZES), (None, *language.COLORS)
     while len(records) < count:
@@ -75,7 +75,7 @@ class ComposedFeed(SceneFeed):
         self._share, self._composed = share, composed_prompts()
 
     def scene(self, number: int) -> Scene:
-        """Scene `number`."""
+        """Draw scene `number`."""
         draw = np.random.default_rng([self._seed, number, 1])
         if draw.random() >= self._share:
             return super().scene(number)

@@ -160,7 +160,7 @@ def folder_sides(paths: Sequence[str], records: Sequence[Record] | None, scoring
     suite: dict[str, Record] = {row.prompt: {"tag": record_tags([row.metadata or {}])[0]} for row in tables[0]}
     if records is not None:
         suite = {str(record["prompt"]): record for record in records}
-        if any(suite[str(record["prompt"])] != record for record in records):
+        if any(suite[str(record["prompt"])] != record for record in records if str(record["prompt"]) in counts[0]):
             raise UserError(
                 "Two items of the suite have one prompt, and images show no item. Give models, not images."
             )
@@ -180,7 +180,7 @@ def folder_sides(paths: Sequence[str], records: Sequence[Record] | None, scoring
     draws = [Counter(map(_draw_key, table)) for table in tables]
     has_seeds = all(isinstance(row.seed, int) and abs(row.seed) < 2**63 for table in tables for row in table)
     by_seed = has_seeds and max(draws[0].values()) == 1 and all(draw == draws[0] for draw in draws)
-    if has_seeds and not by_seed:
+    if has_seeds and any(draw != draws[0] for draw in draws):
         warnings.warn("The sides' seeds differ, so the images of a prompt are paired in their order.", stacklevel=2)
     for path, table in zip(paths, tables, strict=True):
         ordinals, rows = Counter[str](), list[ImageRow]()

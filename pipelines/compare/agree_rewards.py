@@ -172,13 +172,14 @@ def _rows_of_images(path: Path, records: QualitySet, prompt: str | None, scores:
 def _rows_of_table(path: Path, prompt: str | None, columns: Columns, scores: Sequence[str]) -> list[ImageRow]:
     """Read a table with scores; prompts and images where it has them."""
     table, source = list(read_table(path, columns.names)), str(path)
-    if any({"image", "reward", "value"} <= set(row) for _, row in table):  # a row per image and reward
+    is_long = all({"image", "reward"} <= set(row) for _, row in table)
+    if is_long and any("value" in row for _, row in table):  # a row per image and reward
         by_image: dict[tuple[Any, Any], tuple[int, Row]] = {}
         for number, row in table:
             image = {name: row[name] for name in ("image", "prompt") if name in row}
             _, merged = by_image.setdefault((row["image"], row.get("prompt")), (number, image))
             reward = str(row["reward"])
-            if reward in merged and merged[reward] != row.get("value"):
+            if reward in merged and repr(merged[reward]) != repr(row.get("value")):
                 raise UserError(f"'{path}' scores {row['image']} twice by {reward}. Give a table of one scoring.")
             merged[reward] = row.get("value")
         table, source = list(by_image.values()), f"rewards of {path}"

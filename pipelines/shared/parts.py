@@ -208,13 +208,14 @@ def check_routes(terms: Mapping[str, RewardTerm], records: Records) -> None:
             f"rewards.terms.{label}.where is {where}, which no record of data.train has. "
             f"{f'Their values of {name} are {listed}.' if values else missing}"
         )
-    optimized = [term.where for term in terms.values() if term.smallest_weight > 0]
-    unrewarded = [record for record in records if not any(matches(record, where) for where in optimized)]
-    if optimized and unrewarded:
-        count = f"{len(unrewarded)} of {len(records)} records of data.train"
-        first = excerpt(dict(unrewarded[0]), 200)
-        why = "as each has a where, or a weight that is 0 at an end of the run"
-        raise UserError(f"{count} have no reward, {why}; the first is {first}. Add one, or drop them.")
+    for end, when in enumerate(("at the start", "at the end")):
+        optimized = [term.where for term in terms.values() if term.weights[end] > 0]
+        unrewarded = [record for record in records if not any(matches(record, where) for where in optimized)]
+        if optimized and unrewarded:
+            count = f"{len(unrewarded)} of {len(records)} records of data.train"
+            why = f"{when} of the run, as each has a where or a weight of 0"
+            first = excerpt(dict(unrewarded[0]), 200)
+            raise UserError(f"{count} have no reward {why}; the first is {first}. Add one, or drop them.")
 
 
 def code_fingerprints(config: Any) -> dict[str, str]:

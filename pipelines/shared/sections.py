@@ -142,14 +142,15 @@ class RewardTerm:
             raise UserError("A term with a bound has a constant weight, which is its unit. Give a number.")
 
     @property
-    def smallest_weight(self) -> float:
-        """The weight, of a schedule the smaller end."""
-        return min(self.weight.start, self.weight.end) if isinstance(self.weight, WeightSchedule) else self.weight
+    def weights(self) -> tuple[float, float]:
+        """The weight at the start of the run and at its end."""
+        is_fixed = not isinstance(self.weight, WeightSchedule)
+        return (self.weight, self.weight) if is_fixed else (self.weight.start, self.weight.end)
 
     @property
     def largest_weight(self) -> float:
         """The weight, of a schedule the larger end."""
-        return max(self.weight.start, self.weight.end) if isinstance(self.weight, WeightSchedule) else self.weight
+        return max(self.weights)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

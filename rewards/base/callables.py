@@ -166,7 +166,7 @@ class FunctionReward:
         """Call the function with copies of the readable rows, never with the caller's own data."""
         images = self._convert([image for _, image in request.images.readable()])
         prompts = [request.prompts[row] for row in rows]
-        records = [None if (record := request.metadata[row]) is None else deepcopy(dict(record)) for row in rows]
+        records = [None if (record := request.metadata[row]) is None else dict(record) for row in rows]
         keys = dict.fromkeys(key for record in records if record for key in record)
         columns: dict[str, Any] = {key: [(record or {}).get(key) for record in records] for key in keys}
         columns |= {"images": images, "completions": images, "prompts": prompts, "metadata": records}
@@ -174,8 +174,9 @@ class FunctionReward:
         def call_rows(start: int, stop: int) -> Any:
             offered = {key: column[start:stop] for key, column in columns.items()}
             if self._positional:
-                return self._function(*(offered[key] for key in ("images", "prompts", "metadata")))
-            return self._function(**pick_arguments(self.name, self._parameters, offered, _KNOWN))
+                offered = own_copies({key: offered[key] for key in ("images", "prompts", "metadata")})
+                return self._function(*offered.values())
+            return self._function(**own_copies(pick_arguments(self.name, self._parameters, offered, _KNOWN)))
 
         with Naming(self.name, call_rows, len(rows)):
             return call_rows(0, len(rows))
@@ -185,6 +186,14 @@ class FunctionReward:
             return list(map(to_pil if self._images_as == "pil" else to_uint8, images))
         same = len({image.shape for image in images}) == 1
         return torch.stack(images) if same else [image.clone() for image in images]
+
+
+def own_copies(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Copy arguments for a function that may change them; images are copies, and a lock or file stays as it is."""
+    try:
+        return arguments | deepcopy({k: v for k, v in arguments.items() if k not in _IMAGE_NAMES})
+    except (TypeError, RuntimeError):
+        return arguments
 
 
 def _is_positional(name: str, signature: Parameters) -> bool:

@@ -238,9 +238,11 @@ class WeightedSum:
                 reasons[row] = reasons[row] or (reason and not is_absent and f"{label}: {reason}") or None
         reasons = [why or (None if ok else NO_REWARD) for why, ok in zip(reasons, judged.tolist(), strict=True)]
         if self._allow_missing:
-            for reason in dict.fromkeys(reason for ok, reason in zip(judged.tolist(), reasons, strict=True) if ok):
-                if reason is not None:
-                    warnings.warn(f"allow_missing: samples are scored without a reward. {reason}", stacklevel=2)
+            failures = dict.fromkeys(
+                reason for ok, reason in zip(judged.tolist(), reasons, strict=True) if ok and reason
+            )
+            for reason in list(failures)[:3]:
+                warnings.warn(f"allow_missing: samples are scored without a reward. {reason}", stacklevel=2)
             reasons = [None if ok else reason for ok, reason in zip(judged.tolist(), reasons, strict=True)]
         for row in (~total.float().isfinite()).nonzero().flatten().tolist():
             reasons[row] = reasons[row] or f"the weighted sum {total[row].item():.3g} is beyond float32"

@@ -17,12 +17,18 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from typing import Any
 
 from visalign.errors import Naming
 from visalign.interfaces import Metadata, Prompt, Scores
-from visalign.rewards.base.callables import pick_arguments, read_number, read_numbers, read_signature, unjudged
+from visalign.rewards.base.callables import (
+    own_copies,
+    pick_arguments,
+    read_number,
+    read_numbers,
+    read_signature,
+    unjudged,
+)
 from visalign.rewards.base.contract import check_choices
 
 from .contract import TextRequest, TextVerdict, read_text_request, text_scores
@@ -78,7 +84,7 @@ class TextFunctionReward:
     def _call(self, request: TextRequest) -> list[float | None]:
         """Call the function, once with the lists or once per completion."""
         keys = dict.fromkeys(key for record in request.metadata if record for key in record)
-        columns: dict[str, Any] = {key: deepcopy(request.column(key)) for key in keys}
+        columns: dict[str, Any] = {key: request.column(key) for key in keys}
         names = _LISTS if self._takes_lists else ("prompt", "completion")
         completions: list[Any] = request.completions
         if self._as_messages:
@@ -89,7 +95,7 @@ class TextFunctionReward:
             if self._takes_text:
                 return self._function(completions[index])
             offered = {key: column[index] for key, column in columns.items()}
-            return self._function(**pick_arguments(self.name, self._parameters, offered, names))
+            return self._function(**own_copies(pick_arguments(self.name, self._parameters, offered, names)))
 
         def call_rows(start: int, stop: int) -> Any:
             return call(slice(start, stop)) if self._takes_lists else [call(row) for row in range(start, stop)]

@@ -195,3 +195,10 @@ def test_an_empty_cell_is_not_filled_from_another_column(tmp_path: Path) -> None
         load_prompts(str(tmp_path / "a.csv"), names={"prompt": "caption"})
     with pytest.raises(UserError, match=r"row 4 needs a .prompt. that is text"):
         load_prompts(str(tmp_path / "a.csv"))
+    (tmp_path / "b.csv").write_text("path,file_name,Prompt,text\n1.png,2.png,old,SALE\n,3.png,,SALE\n")
+    part = Part(source=tmp_path / "b.csv", output="b")
+    assert [row.prompt for row in read_part(part, ScoringOptions(rewards=[]))] == ["old", ""]
+    for name, content in (("empty", b""), ("latin", "image,prompt\n1.png,Stra\xdfe\n".encode("latin-1"))):
+        (tmp_path / f"{name}.csv").write_bytes(content)
+        with pytest.raises(UserError):
+            load_prompts(str(tmp_path / f"{name}.csv"))

@@ -334,7 +334,7 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
         ),
         (
             {"rewards": {"bare": Bare(lambda prompts: [0.0] * len(prompts))}, "correctness": None},
-            "'bare' returned a list for 3 images; .* a Scores",
+            "'bare' returned a list for 3 images; it must return Scores",
         ),
     ],
 )

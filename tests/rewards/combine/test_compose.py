@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from typing import Any
 
 import pytest
@@ -221,6 +222,8 @@ def test_a_function_gets_records_of_its_own():
         return [0.0] * len(n)
 
     FunctionReward(greedy).score(IMAGES, PROMPTS, records)
+    lock = [{"lock": threading.Lock(), "n": [1]} for _ in PROMPTS]  # what cannot be copied is given as it is
+    assert FunctionReward(lambda images, lock: [0.0] * len(lock)).score(IMAGES, PROMPTS, lock).valid.all()
     TextFunctionReward(greedy).score(["a"] * len(PROMPTS), PROMPTS, records)
     assert records == [{"include": ["circle"], "n": [1]} for _ in PROMPTS]
 

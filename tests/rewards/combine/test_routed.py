@@ -74,7 +74,7 @@ def test_images_are_routed_as_texts_are() -> None:
     [
         ({"task": "orc"}, r"where is \{'task': 'orc'\}, which no record .*'ocr' \(2\), 'count' \(1\)"),
         ({"tsk": "ocr"}, "None has the field 'tsk'. Did you mean 'task'"),
-        ({"task": "ocr"}, r"2 of 4 records of data.train have no reward, .*the first is \{'task': 'count'\}"),
+        ({"task": "ocr"}, r"2 of 4 records .* no reward at .*the first is \{'task': 'count'\}"),
     ],
 )
 def test_a_route_that_no_record_has_is_refused(where, message) -> None:
@@ -89,8 +89,11 @@ def test_a_route_goes_without_what_reads_all_samples() -> None:
 
 
 def test_records_of_a_reward_whose_weight_ends_at_0_need_another() -> None:
-    fading = RewardTerm(where={"task": ["ocr", "sign"]}, weight=WeightSchedule(start=1.0, end=0.0, iterations=2))
-    others, records = RewardTerm(where={"task": "count"}), RECORDS[:3]
-    with pytest.raises(UserError, match="have no reward, as each has a where, or a weight that is 0 at an end"):
-        check_routes({"a": fading, "b": others}, records)
-    check_routes({"a": fading, "b": RewardTerm()}, records)
+    fading, rising = (WeightSchedule(start=a, end=1 - a, iterations=2) for a in (1.0, 0.0))
+    ocr, records = {"task": "ocr"}, RECORDS[:3]
+    others = RewardTerm(where={"task": "count"})
+    with pytest.raises(UserError, match=r"2 of 3 records of data.train have no reward at the end of the run, as each"):
+        check_routes({"a": RewardTerm(where=ocr, weight=fading), "b": others}, records)
+    with pytest.raises(UserError, match=r"1 of 3 records of data.train have no reward at the end"):
+        check_routes({"a": RewardTerm(weight=fading), "b": RewardTerm(where=ocr, weight=rising)}, records)
+    check_routes({"a": RewardTerm(weight=fading), "b": RewardTerm(weight=rising), "c": RewardTerm(where=ocr)}, records)

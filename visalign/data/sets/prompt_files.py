@@ -203,10 +203,11 @@ def _numbered_prompts(
 def _records(path: Path, name: str, names: Mapping[str, str]) -> Iterator[tuple[str, int, Record]]:
     """Read (where, number, record) of a table; images inside a Parquet file become references."""
     kind = "line" if path.suffix.lower() == ".jsonl" else "row"
-    header = column_names(path, {}) if path.suffix.lower() in (".csv", ".tsv") else ()
+    header = column_names(path, {}) if path.suffix.lower() in (".csv", ".tsv") else []
+    prompt = next((column for column in header if plain_name(column) == "prompt"), None)
     for number, row in read_rows(path):
-        if "prompt" in header:
-            row.setdefault("prompt", "")  # another column is no substitute
+        if prompt is not None and prompt not in row:  # another column is no substitute
+            row = {key: cell for key, cell in row.items() if plain_name(key) not in ("caption", "text", "question")}
         cells = refer_to_images(path, number, without_substitutes(path, row, names), {}).items()
         yield f"{name} {kind} {number}", number, {key: cell for key, cell in cells if not isinstance(cell, bytes)}
 

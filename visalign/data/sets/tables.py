@@ -79,12 +79,14 @@ def column_names(path: str | Path, row: Row) -> list[str]:
         return pyarrow.parquet.read_schema(path).names
     if path.suffix.lower() not in (".csv", ".tsv"):
         return list(first_row(path))
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        return next(csv.reader(file, delimiter=_delimiter(file, path)))
+    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:  # `read_rows` refuses other encodings
+        return next(csv.reader(file, delimiter=_delimiter(file, path)), [])
 
 
 def without_substitutes(path: Any, row: Row, names: Mapping[str, str]) -> Row:
-    """Leave out columns of ours for which a table has another one that is empty in this row."""
+    """Leave out columns of ours for which a CSV table has another one that is empty in this row."""
+    if Path(path).suffix.lower() not in (".csv", ".tsv"):  # a key that others lack may be missing on purpose
+        return row
     empty = {ours: theirs for ours, theirs in names.items() if ours != theirs and ours in row and theirs not in row}
     columns = column_names(path, row) if empty else []
     return {name: value for name, value in row.items() if empty.get(name) not in columns}

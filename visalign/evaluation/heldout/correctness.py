@@ -92,7 +92,9 @@ def check_size(name: str, scores: Scores, size: int, samples: str) -> None:
     """Refuse scores that are not one per sample."""
     if not isinstance(scores, Scores) or len(scores) != size:
         returned = f"{len(scores)} scores" if isinstance(scores, Scores) else f"a {type(scores).__name__}"
-        raise UserError(f"Reward '{name}' returned {returned} for {size} {samples}; it must return a Scores of each.")
+        raise UserError(
+            f"Reward '{name}' returned {returned} for {size} {samples}; it must return Scores with one value each."
+        )
 
 
 def finite_scores(scores: Scores) -> Tensor:

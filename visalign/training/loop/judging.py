@@ -173,7 +173,7 @@ def check_failures(scores: Scores, valid: Tensor, limit: float, name: str) -> No
     pairs = zip(scores.reason or [], scores.valid.tolist(), strict=False)
     counts = Counter(reason or "no reason given" for reason, is_valid in pairs if not is_valid)
     if failed <= limit * len(valid) and failed < len(valid):
-        for reason, _ in counts.most_common(3):  # each is shown once
+        for reason, _ in counts.most_common(3):
             warnings.warn(f"Reward {name!r} could not score samples, which are left out: {reason}", stacklevel=2)
         return
     reasons = "; ".join(f"{reason} ({count}×)" for reason, count in counts.most_common(3))
