@@ -117,12 +117,14 @@ def read_part(part: Part, options: ScoringOptions) -> Iterator[ImageRow]:
     path = part.source
     header = dict.fromkeys(column_names(path, {})) if path.suffix.lower() in (".csv", ".tsv") else {}
     prompt = usual_names(header, options.names, is_judged=False).get("prompt", "prompt")
-    named = {**options.names, "prompt": prompt} if prompt in header else options.names  # an empty one is not replaced
+    names_of_table = (
+        {**options.names, "prompt": prompt} if prompt in header else options.names
+    )  # an empty one is not replaced
     for number, columns, member in _read_rows(path, options):
         try:
             if isinstance(caption := columns.get("prompt"), bytes):
                 columns["prompt"] = _decode_caption(caption)
-            names = usual_names(columns, named, is_judged=False)
+            names = usual_names(columns, names_of_table, is_judged=False)
             row = rename_columns(path, columns, names)
             content = row.get("image")
             if member is not None and isinstance(content, bytes):
