@@ -117,9 +117,9 @@ def read_part(part: Part, options: ScoringOptions) -> Iterator[ImageRow]:
     path = part.source
     header = dict.fromkeys(column_names(path, {})) if path.suffix.lower() in (".csv", ".tsv") else {}
     prompt = usual_names(header, options.names, is_judged=False).get("prompt", "prompt")
-    names_of_table = (
-        {**options.names, "prompt": prompt} if prompt in header else options.names
-    )  # an empty one is not replaced
+    names_of_table = dict(options.names)
+    if prompt in header:
+        names_of_table["prompt"] = prompt  # so that an empty one is not replaced
     for number, columns, member in _read_rows(path, options):
         try:
             if isinstance(caption := columns.get("prompt"), bytes):
