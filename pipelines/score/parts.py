@@ -18,7 +18,7 @@ from visalign.atomic import write_atomic
 from visalign.data.sets.columns import rename_columns, usual_names
 from visalign.data.sets.image_references import refer_to_images
 from visalign.data.sets.prompt_files import CAPTIONS
-from visalign.data.sets.tables import READERS, Row, column_names, read_rows, require_columns
+from visalign.data.sets.tables import READERS, Row, csv_header, read_rows, require_columns
 from visalign.errors import UserError
 
 from .image_rows import IMAGE_ENDINGS, ImageRow, find_images, table_row, with_prompt
@@ -115,7 +115,7 @@ def read_part(part: Part, options: ScoringOptions) -> Iterator[ImageRow]:
                 yield ImageRow(image=str(path), prompt="", reason=str(error))
         return
     path = part.source
-    header = dict.fromkeys(column_names(path, {})) if path.suffix.lower() in (".csv", ".tsv") else {}
+    header = dict.fromkeys(csv_header(path))
     prompt = usual_names(header, options.names, is_judged=False).get("prompt", "prompt")
     names_of_table = dict(options.names)
     if prompt in header:

@@ -23,7 +23,7 @@ from visalign.interfaces import is_message
 
 from .hub_datasets import FORMS, find_table
 from .image_references import refer_to_images
-from .tables import READERS, column_names, listed, nearest_first, plain_name, read_rows, without_substitutes
+from .tables import READERS, csv_header, listed, nearest_first, plain_name, read_rows, without_substitutes
 
 Record = dict[str, Any]
 
@@ -203,11 +203,11 @@ def _numbered_prompts(
 def _records(path: Path, name: str, names: Mapping[str, str]) -> Iterator[tuple[str, int, Record]]:
     """Read (where, number, record) of a table; images inside a Parquet file become references."""
     kind = "line" if path.suffix.lower() == ".jsonl" else "row"
-    header = column_names(path, {}) if path.suffix.lower() in (".csv", ".tsv") else []
-    prompt = next((column for column in header if plain_name(column) == "prompt"), None)
+    prompt = next((column for column in csv_header(path) if plain_name(column) == "prompt"), None)
+    substitutes = [name for names in _PROMPTS.values() for name in names]
     for number, row in read_rows(path):
-        if prompt is not None and prompt not in row:  # another column is no substitute
-            row = {key: cell for key, cell in row.items() if plain_name(key) not in ("caption", "text", "question")}
+        if prompt is not None and prompt not in row:
+            row = {key: cell for key, cell in row.items() if plain_name(key) not in substitutes}
         cells = refer_to_images(path, number, without_substitutes(path, row, names), {}).items()
         yield f"{name} {kind} {number}", number, {key: cell for key, cell in cells if not isinstance(cell, bytes)}
 

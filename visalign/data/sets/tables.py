@@ -77,18 +77,21 @@ def column_names(path: str | Path, row: Row) -> list[str]:
         import pyarrow.parquet
 
         return pyarrow.parquet.read_schema(path).names
+    return csv_header(path) or list(first_row(path))
+
+
+def csv_header(path: Path) -> list[str]:
+    """Read the first line of a CSV or TSV file; [] of an empty one, and of other files."""
     if path.suffix.lower() not in (".csv", ".tsv"):
-        return list(first_row(path))
+        return []
     with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:  # `read_rows` refuses other encodings
         return next(csv.reader(file, delimiter=_delimiter(file, path)), [])
 
 
 def without_substitutes(path: Any, row: Row, names: Mapping[str, str]) -> Row:
     """Leave out columns of ours for which a CSV table has another one that is empty in this row."""
-    if Path(path).suffix.lower() not in (".csv", ".tsv"):  # a key that others lack may be missing on purpose
-        return row
     empty = {ours: theirs for ours, theirs in names.items() if ours != theirs and ours in row and theirs not in row}
-    columns = column_names(path, row) if empty else []
+    columns = csv_header(Path(path)) if empty else []  # elsewhere a key may be missing on purpose
     return {name: value for name, value in row.items() if empty.get(name) not in columns}
 
 
