@@ -87,9 +87,11 @@ def test_a_share_of_one_counts_each_prompt_once_and_a_ratio_may_exceed_one() -> 
     table = RatioTable(index, 12)
     table.add("share", right, np.ones(48))
     table.add("all", np.ones(48), np.ones(48))
+    table.add("ties", np.full(48, 0.5), np.ones(48))
     table.add("beyond", 1.5 * right, np.ones(48))
     intervals = table.intervals(generator=torch.Generator().manual_seed(0))
     assert intervals["all"] == wilson_interval(12, 12)
+    assert intervals["ties"] == share_interval(np.full(12, 0.5), range(12)) == wilson_interval(6, 12)
     assert intervals["beyond"].high == pytest.approx(1.5 * intervals["share"].high)
     assert share_interval(right, index) == intervals["share"]
     assert share_interval(right, np.arange(48)) == wilson_interval(int(right.sum()), 48)

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from visalign.evaluation.statistics.intervals import wilson_interval
 from visalign.evaluation.statistics.two_policies import (
     advantage_at_stake,
     best_of_n_curve,
@@ -30,6 +31,7 @@ def test_curves_by_hand_cross_where_the_base_knows_more() -> None:
     assert [point.base.estimate for point in points] == pytest.approx([0.25, 0.5, 1.0])
     assert [point.tuned.estimate for point in points] == pytest.approx([0.5] * 3)
     assert [point.change.estimate for point in points] == pytest.approx([0.25, 0.0, -0.5])
+    assert points[2].base == wilson_interval(40, 40)
     assert points[2].change.high < 0 < points[0].change.low
     assert crossing(points) == (4, True)
     assert crossing(points[:2]) == (None, False)

@@ -150,10 +150,14 @@ class HeldoutResult:
         return float(valid.mean(dtype=np.float64)) if len(valid) else math.nan
 
     def mean_interval(self, name: str, rows: Sequence[int] | None = None) -> Interval:
-        """Return the mean of a reward with its 95 % interval over prompts, of all or some rows."""
+        """Return the mean of a reward with its 95 % interval over prompts, of all or some rows; a share of 0 and 1."""
         keys, rows = self.keys, range(len(self)) if rows is None else rows
         values, prompts = self.scores[name][list(rows)], [keys[row] for row in rows]
-        return paired_bootstrap(np.zeros(len(values)), values, prompts, generator=torch.Generator().manual_seed(0))
+        is_share, generator = (
+            bool(np.isin(values[np.isfinite(values)], (0, 1)).all()),
+            torch.Generator().manual_seed(0),
+        )
+        return paired_bootstrap(np.zeros(len(values)), values, prompts, generator=generator, share=is_share)
 
     def means(self, names: Iterable[str], rows: Sequence[int] | None = None) -> dict[str, float]:
         """Return NAME, NAME.low, NAME.high: `mean_interval` of rewards."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,8 +56,8 @@ def finite(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def wilson_interval(successes: int, trials: int, *, level: float = 0.95) -> Interval:
-    """Compute Wilson's score interval of a proportion of independent trials; NaN without trials.
+def wilson_interval(successes: float, trials: int, *, level: float = 0.95) -> Interval:
+    """Compute Wilson's score interval of a proportion of independent trials; NaN without trials. A tie is half a success.
 
     centre = (p + z²/2n) / (1 + z²/n),  half = z/(1 + z²/n) · √(p(1−p)/n + z²/4n²)
 
@@ -64,8 +65,11 @@ def wilson_interval(successes: int, trials: int, *, level: float = 0.95) -> Inte
     """
     if trials == 0:
         return Interval(estimate=math.nan, level=level)
-    ends = stats.binomtest(successes, trials).proportion_ci(level, method="wilson")
-    return Interval(estimate=successes / trials, low=float(ends.low), high=float(ends.high), level=level)
+    p, z = successes / trials, float(stats.norm.ppf((1 + level) / 2))
+    centre = (p + z**2 / 2 / trials) / (1 + z**2 / trials)
+    half = z / (1 + z**2 / trials) * math.sqrt(p * (1 - p) / trials + (z / 2 / trials) ** 2)
+    low, high = centre - half if p > 0 else 0.0, centre + half if p < 1 else 1.0
+    return Interval(estimate=p, low=low, high=high, level=level)
 
 
 def share_interval(outcome: ArrayLike, cluster: Sequence[Hashable] | NDArray, *, level: float = 0.95) -> Interval:
@@ -77,10 +81,9 @@ def share_interval(outcome: ArrayLike, cluster: Sequence[Hashable] | NDArray, *,
     outcomes = np.asarray(outcome, dtype=np.float64)
     index, clusters = cluster_index(cluster)
     if clusters == len(outcomes) or clusters < 2:
-        return wilson_interval(int(outcomes.sum()), len(outcomes), level=level)
-    table = RatioTable(index, clusters)
-    table.add("share", outcomes, np.ones_like(outcomes))
-    return table.intervals(generator=torch.Generator().manual_seed(0), level=level)["share"]
+        return wilson_interval(float(outcomes.sum()), len(outcomes), level=level)
+    drawing: dict[str, Any] = {"generator": torch.Generator().manual_seed(0), "resamples": 1_000, "level": level}
+    return paired_bootstrap(0 * outcomes, outcomes, index, share=True, **drawing)
 
 
 def paired_bootstrap(
@@ -91,12 +94,13 @@ def paired_bootstrap(
     generator: torch.Generator,
     resamples: int = 10_000,
     level: float = 0.95,
+    share: bool = False,
 ) -> Interval:
     """Compute mean(after) − mean(before) on the same samples [N] with its interval over clusters.
 
     θ* = Σ_c d_c / Σ_c n_c over the drawn clusters c: samples with one label are drawn together. Pairs with a
     NaN on either side are left out; without any left the estimate is NaN, with fewer than two clusters the
-    ends are. The same state of the CPU generator gives the same interval.
+    ends are. The same state of the CPU generator gives the same interval. `share` is as of `RatioTable.add`.
     """
     first, second = np.asarray(before, dtype=np.float64), np.asarray(after, dtype=np.float64)
     if not len(first) == len(second) == len(cluster):  # one entry would broadcast
@@ -108,7 +112,7 @@ def paired_bootstrap(
         return Interval(estimate=math.nan, level=level)
     index, clusters = cluster_index(cluster_index(cluster)[0][valid])
     table = RatioTable(index, clusters)
-    table.add("change", change[valid], np.ones(int(valid.sum())), share=False)
+    table.add("change", change[valid], np.ones(int(valid.sum())), share=share)
     return table.intervals(generator=generator, resamples=resamples, level=level)["change"]
 
 
@@ -204,7 +208,7 @@ class RatioTable:
     def intervals(
         self, *, generator: torch.Generator, resamples: int = 1_000, level: float = 0.95
     ) -> dict[Hashable, Interval]:
-        """Return key -> ratio with its interval: Wilson's, by clusters, for a share of exactly 0 or 1."""
+        """Return key -> ratio with its interval: Wilson's, by clusters, for a share that no draw moves."""
         if not self._sums:
             return {}
         size = len(self._sums)
@@ -219,10 +223,9 @@ class RatioTable:
         intervals: dict[Hashable, Interval] = {}
         for k, (key, (*_, share)) in enumerate(self._sums.items()):
             estimate, count = float(estimates[k]), int(clusters[k])
-            if share and estimate in (0.0, 1.0) and count > 1:
-                intervals[key] = wilson_interval(count * int(estimate), count, level=level)
-            else:
-                intervals[key] = interval(estimate, draws[:, k], count, level=level)
+            intervals[key] = interval(estimate, draws[:, k], count, level=level)
+            if share and count > 1 and np.nanmax(draws[:, k]) - np.nanmin(draws[:, k]) < 1e-9:
+                intervals[key] = wilson_interval(count * estimate, count, level=level)
         return intervals
 
 

@@ -55,7 +55,7 @@ def pass_at_k_curves(base: Tensor, tuned: Tensor, *, generator: torch.Generator)
         if not solved.numel():
             break
         columns = {"base": solved[0], "tuned": solved[1], "change": solved[1] - solved[0]}
-        means = {name: mean_interval(values, generator=generator) for name, values in columns.items()}
+        means = {n: mean_interval(v, generator=generator, share=n != "change") for n, v in columns.items()}
         points.append(AttemptsPoint(k=k, **means))
     return points
 
@@ -103,10 +103,10 @@ def best_of_n_curve(reward: Tensor, log_prob: Tensor, *, generator: torch.Genera
     return points
 
 
-def mean_interval(values: Tensor, *, generator: torch.Generator) -> Interval:
-    """Compute the mean of a number per prompt [P] with its interval over prompts; NaN are left out."""
+def mean_interval(values: Tensor, *, generator: torch.Generator, share: bool = False) -> Interval:
+    """Compute the mean of a number, or share, per prompt [P] with its interval over prompts; NaN are left out."""
     numbers = values.double().numpy()
-    return paired_bootstrap(0 * numbers, numbers, range(len(numbers)), generator=generator)
+    return paired_bootstrap(0 * numbers, numbers, range(len(numbers)), generator=generator, share=share)
 
 
 def runner_up_gap(log_p: Tensor) -> Tensor:
