@@ -172,13 +172,25 @@ def with_capabilities(reward: Any) -> Any:
     return reward
 
 
+def copy_records(values: Any) -> Any:
+    """Copy records, or columns of them, with the mappings and lists inside, for a reward that may change them."""
+    if isinstance(values, Mapping):
+        return {key: copy_records(value) for key, value in values.items()}
+    return [*map(copy_records, values)] if isinstance(values, list) else values
+
+
 @contextmanager
 def unchanged(name: str, samples: Any) -> Iterator[None]:
     """Raise if the reward `name` changes tensors in place that later rewards get."""
-    tensors = [x for x in (samples if isinstance(samples, list) else [samples]) if isinstance(x, Tensor)]
-    before = [tensor._version for tensor in tensors if not tensor.is_inference()]  # others keep no version
+    tensors = [x for x in (samples if isinstance(samples, list | tuple) else [samples]) if isinstance(x, Tensor)]
+
+    def state() -> list[tuple[int, bytes]]:  # some pixels too: what is written through NumPy has no version
+        pixels = [tensor[..., ::16, ::16].detach().float().cpu().numpy().tobytes() for tensor in tensors]
+        return [(0 if x.is_inference() else x._version, levels) for x, levels in zip(tensors, pixels, strict=True)]
+
+    before = state()
     yield
-    if before != [tensor._version for tensor in tensors if not tensor.is_inference()]:
+    if state() != before:
         raise UserError(f"Reward {name!r} changes its images in place. Have it work on images.clone().")
 
 
@@ -187,7 +199,8 @@ def score_named(reward: Any, samples: Any, prompts: Sequence[Any], metadata: Any
 
     def score_rows(start: int, stop: int) -> Any:
         rows = slice(start, stop)
-        return reward.score(samples[rows], prompts[rows], None if metadata is None else metadata[rows])
+        records = None if metadata is None else copy_records(list(metadata[rows]))
+        return reward.score(samples[rows], copy_records(list(prompts[rows])), records)
 
     with unchanged(name, samples), Naming(name, score_rows, len(prompts)):
         return score_rows(0, len(prompts))

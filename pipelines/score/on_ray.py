@@ -87,7 +87,7 @@ def score_on_ray(
     check_run_folder(output, resume=resume)
     if names := [name for name, r in rewards.items() if with_capabilities(r).capabilities.needs_batch]:
         raise UserError(f"{', '.join(names)} scores all images of a call together. Leave --engine ray out.")
-    parts = find_parts(items, clips=options.clips)
+    parts = find_parts(items, clips=options.clips, prompt=options.prompt)
     for part in parts:
         check_part(part, options)
     digests = {label: reward_identity(reward).digest for label, reward in rewards.items()}

@@ -21,7 +21,7 @@ from visalign.data.sets.prompt_files import CAPTIONS
 from visalign.data.sets.tables import READERS, Row, csv_header, read_rows, require_columns
 from visalign.errors import UserError
 
-from .image_rows import IMAGE_ENDINGS, ImageRow, find_images, table_row, with_prompt
+from .image_rows import IMAGE_ENDINGS, SAMPLED, ImageRow, find_images, table_row, with_prompt
 from .log import score_key
 from .score import ScoreRow
 
@@ -57,13 +57,17 @@ class Part:
     output: str  # File of its scores, relative to the output folder
 
 
-def find_parts(items: Sequence[Path], *, clips: bool = False) -> list[Part]:
+def find_parts(items: Sequence[Path], *, clips: bool = False, prompt: str | None = None) -> list[Part]:
     """List the tables, tar files and images to score; of a folder with Parquet or tar files only these are read.
 
-    img2dataset writes a Parquet file without images beside each tar file, which is left out.
+    img2dataset writes a Parquet file without images beside each tar file, which is left out. Without a `prompt` for
+    all, a folder of `visalign sample` is read by its table.
     """
     parts, strangers = list[Part](), list[Path]()
     for item in (item.absolute() for item in items):
+        if prompt is None and (item / SAMPLED).is_file():
+            parts.append(Part(source=item / SAMPLED, output=f"{item.name}.parquet"))
+            continue
         tables = (path for path in item.rglob("*") if _is_table(path, (".parquet",)))
         inside = sorted(path for path in tables if "/." not in f"/{path.relative_to(item)}")
         tars = {path for path in inside if path.suffix == ".tar"}
@@ -122,6 +126,8 @@ def read_part(part: Part, options: ScoringOptions) -> Iterator[ImageRow]:
         names_of_table["prompt"] = prompt  # so that an empty one is not replaced
     for number, columns, member in _read_rows(path, options):
         try:
+            if options.clips and path.name == SAMPLED and "clip" in columns:
+                columns["image"] = columns["clip"]
             if isinstance(caption := columns.get("prompt"), bytes):
                 columns["prompt"] = _decode_caption(caption)
             names = usual_names(columns, names_of_table, is_judged=False)

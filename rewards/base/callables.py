@@ -19,7 +19,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor
 
 from visalign.errors import Naming
-from visalign.interfaces import NOT_FOR_SAMPLE, Metadata, Scores
+from visalign.interfaces import NOT_FOR_SAMPLE, Metadata, Scores, copy_records
 
 from .contract import Request, RewardError, check_choices, make_scores, read_request, scatter
 from .images import to_pil, to_uint8
@@ -166,7 +165,7 @@ class FunctionReward:
         """Call the function with copies of the readable rows, never with the caller's own data."""
         images = self._convert([image for _, image in request.images.readable()])
         prompts = [request.prompts[row] for row in rows]
-        records = [None if (record := request.metadata[row]) is None else dict(record) for row in rows]
+        records = [request.metadata[row] for row in rows]
         keys = dict.fromkeys(key for record in records if record for key in record)
         columns: dict[str, Any] = {key: [(record or {}).get(key) for record in records] for key in keys}
         columns |= {"images": images, "completions": images, "prompts": prompts, "metadata": records}
@@ -174,9 +173,8 @@ class FunctionReward:
         def call_rows(start: int, stop: int) -> Any:
             offered = {key: column[start:stop] for key, column in columns.items()}
             if self._positional:
-                offered = own_copies({key: offered[key] for key in ("images", "prompts", "metadata")})
-                return self._function(*offered.values())
-            return self._function(**own_copies(pick_arguments(self.name, self._parameters, offered, _KNOWN)))
+                return self._function(*(copy_records(offered[key]) for key in ("images", "prompts", "metadata")))
+            return self._function(**copy_records(pick_arguments(self.name, self._parameters, offered, _KNOWN)))
 
         with Naming(self.name, call_rows, len(rows)):
             return call_rows(0, len(rows))
@@ -186,14 +184,6 @@ class FunctionReward:
             return list(map(to_pil if self._images_as == "pil" else to_uint8, images))
         same = len({image.shape for image in images}) == 1
         return torch.stack(images) if same else [image.clone() for image in images]
-
-
-def own_copies(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Copy arguments for a function that may change them; images are copies, and a lock or file stays as it is."""
-    try:
-        return arguments | deepcopy({k: v for k, v in arguments.items() if k not in _IMAGE_NAMES})
-    except (TypeError, RuntimeError):
-        return arguments
 
 
 def _is_positional(name: str, signature: Parameters) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from visalign.core.rewards.uncertainty import combine_members, penalise
 from visalign.errors import Naming
-from visalign.interfaces import Metadata, PointwiseReward, RewardCapabilities, Scores, with_capabilities
+from visalign.interfaces import Metadata, PointwiseReward, RewardCapabilities, Scores, copy_records, with_capabilities
 from visalign.rewards.base.contract import check_answer, check_rules, check_scales, make_scores, read_request
 from visalign.rewards.base.failure import failure_reasons
 from visalign.rewards.base.identity import Identity
@@ -127,7 +127,7 @@ class Ensemble:
         records = [request.metadata[row] for row, _ in readable]
 
         def judge(member: PointwiseReward) -> Scores:
-            return member.score(loaded, list(texts), list(records))
+            return member.score(loaded, list(texts), copy_records(records))
 
         return self.judged_by(judge, [row for row, _ in readable], list(request.images.reasons))
 

@@ -8,13 +8,22 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from numbers import Real
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from visalign.errors import Naming
-from visalign.interfaces import NOT_FOR_SAMPLE, Metadata, RewardCapabilities, Scores, unchanged, with_capabilities
+from visalign.errors import Naming, excerpt
+from visalign.interfaces import (
+    NOT_FOR_SAMPLE,
+    Metadata,
+    RewardCapabilities,
+    Scores,
+    copy_records,
+    unchanged,
+    with_capabilities,
+)
 from visalign.rewards.base.contract import (
     RewardError,
     check_answer,
@@ -79,6 +88,11 @@ class WeightedSum:
         name: str | None = None,
     ) -> None:
         self.name = name or ("weighted_sum" if self.noun == "image" else "weighted_text_sum")
+        if not isinstance(rewards, Mapping) or not all(map(_is_term, rewards.items())):
+            form = (
+                "{label: (reward, weight)}, each reward loaded (load_reward, load_text_reward), each weight a number"
+            )
+            raise TypeError(f"{self.name}: rewards are {excerpt(rewards, 300)}; needed is {form}.")
         self.rewards = {label: (with_capabilities(reward), weight) for label, (reward, weight) in rewards.items()}
         units = {label: reward.unit for label, (reward, weight) in rewards.items() if weight}
         self._per_batch, self._allow_missing = normalise == "batch", allow_missing
@@ -138,6 +152,9 @@ class WeightedSum:
         terms, is_raw = ", ".join(units), normalise == "none"
         listed = ", ".join(f"{label} in {unit!r}" for label, unit in units.items())
         return {
+            f"the labels are {list(weights)}; rename one that begins with another and a dot, as parts do": (
+                not any(label.startswith(f"{other}.") for label in weights for other in weights)
+            ),
             f"the weights are {weights}; allowed are finite numbers from 0, one above it; none needs a minus": (
                 all(0 <= weight < math.inf for weight in weights.values()) and any(weights.values())
             ),
@@ -192,10 +209,10 @@ class WeightedSum:
             prompts, records = [prompts[row] for row in rows], [request.metadata[row] for row in rows]
 
         def judge(reward: Any, chunk: slice) -> Scores:
-            metadata = records if reward.capabilities.needs_group else without_group(records)
+            metadata = copy_records(records if reward.capabilities.needs_group else without_group(records))
             samples = images if reward.capabilities.takes_gpu_images else on_cpu(images)
             with unchanged(reward.name, samples):
-                return reward.score(samples[chunk], list(prompts[chunk]), list(metadata[chunk]))
+                return reward.score(samples[chunk], list(prompts[chunk]), metadata[chunk])
 
         return self.add_up(judge, rows, reasons)
 
@@ -256,6 +273,13 @@ class WeightedSum:
         """w d (r − mean) / std of a number or tensor r."""
         mean, std = self._scales.get(label, (0.0, 1.0))
         return self.rewards[label][1] * ((value - mean) / std) * self._sign(label)
+
+
+def _is_term(item: tuple[Any, Any]) -> bool:
+    """Check label -> (reward, weight) for its types."""
+    label, term = item
+    is_pair = isinstance(label, str) and isinstance(term, tuple | list) and len(term) == 2
+    return is_pair and hasattr(term[0], "score") and isinstance(term[1], Real)
 
 
 ROUNDING = 1e-6

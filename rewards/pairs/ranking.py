@@ -15,7 +15,7 @@ from torch import Tensor
 from visalign.core.preference.pairing import Method, next_pairs
 from visalign.core.preference.ranking import Model, RankingFit, fit_ranking
 from visalign.errors import Naming
-from visalign.interfaces import PairwiseReward, PointwiseReward, with_capabilities
+from visalign.interfaces import PairwiseReward, PointwiseReward, copy_records, with_capabilities
 from visalign.rewards.base.contract import Request, check_answer, check_rules, read_request
 from visalign.rewards.base.failure import failure_reasons
 from visalign.rewards.base.images import as_contract
@@ -79,16 +79,18 @@ def rank(
     bias and the intervals come from one fit (`visalign.core.preference.ranking`); a failed call counts as a call and
     is left out of the fit. A judge that offers both is asked for scores; wrap it to have it compare.
 
-    `budget` is the share of n(n − 1)/2 calls, in (0, 2]: 2 is every pair in both orders. At least n − 1 calls are
-    made, since fewer give no order. `level` is the probability of the intervals. A `model` of None is "log_odds" for a
-    judge that answers in probabilities, "bradley_terry" for one that only decides.
+    `budget` is the largest number of calls as a share of n(n − 1)/2, in (0, 2]; n − 1 are allowed always, since fewer
+    give no order. Above 1 close pairs alone are asked again, in the other order. `level` is the probability of the
+    intervals. A `model` of None is "log_odds" for a judge of probabilities, "bradley_terry" for one that only decides.
     """
     rules = {
         f"budget is {budget}; allowed are shares of n(n − 1)/2 in (0, 2]": 0 < budget <= 2,
         f"level is {level}; allowed are probabilities between 0 and 1, e.g. 0.9": 0 < level < 1,
     }
     check_rules(judge.name, rules)
-    request = read_request(judge.name, images, [prompt] * len(images), [metadata] * len(images), texts=True)
+    request = read_request(
+        judge.name, images, [prompt] * len(images), copy_records([metadata] * len(images)), texts=True
+    )
     if isinstance(judge, PointwiseReward):
         return _rank_scores(judge, request, level)
     return _rank_pairs(judge, request, budget=budget, level=level, method=method, model=model)
@@ -154,7 +156,7 @@ def _rank_pairs(
         else:
             image_calls = (pairs == number).any(1).nonzero().flatten().tolist()
             failures = filter(None, (answers.reasons[call] for call in image_calls))
-            reasons[row] = next(failures, "there is no other image to compare it with")
+            reasons[row] = next(failures, "there is no image with other pixels to compare it with")
     return ranking(
         order=_order(score),
         unit=UNITS[fit.model],

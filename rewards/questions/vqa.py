@@ -203,7 +203,7 @@ def _read_parents(record: Mapping[str, Any] | None, count: int) -> list[list[int
     parents = (record or {}).get("vqa_parents")
     if not isinstance(parents, list) or len(parents) != count or not all(isinstance(p, list) for p in parents):
         raise ValueError(f'its record has no "vqa_parents", {count} lists of indices into "vqa_list"')
-    if wrong := [p for indices in parents for p in indices if p not in range(count)]:
+    if wrong := [p for indices in parents for p in indices if type(p) is not int or p not in range(count)]:
         raise ValueError(f'its "vqa_parents" name question {wrong[0]!r}; there are {count}, from 0')
     return parents
 

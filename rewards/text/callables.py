@@ -20,15 +20,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from visalign.errors import Naming
-from visalign.interfaces import Metadata, Prompt, Scores
-from visalign.rewards.base.callables import (
-    own_copies,
-    pick_arguments,
-    read_number,
-    read_numbers,
-    read_signature,
-    unjudged,
-)
+from visalign.interfaces import Metadata, Prompt, Scores, copy_records
+from visalign.rewards.base.callables import pick_arguments, read_number, read_numbers, read_signature, unjudged
 from visalign.rewards.base.contract import check_choices
 
 from .contract import TextRequest, TextVerdict, read_text_request, text_scores
@@ -95,7 +88,7 @@ class TextFunctionReward:
             if self._takes_text:
                 return self._function(completions[index])
             offered = {key: column[index] for key, column in columns.items()}
-            return self._function(**own_copies(pick_arguments(self.name, self._parameters, offered, names)))
+            return self._function(**copy_records(pick_arguments(self.name, self._parameters, offered, names)))
 
         def call_rows(start: int, stop: int) -> Any:
             return call(slice(start, stop)) if self._takes_lists else [call(row) for row in range(start, stop)]

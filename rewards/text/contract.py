@@ -11,7 +11,16 @@ from typing import Any
 
 import torch
 
-from visalign.interfaces import Metadata, Prompt, RewardCapabilities, Scores, TextReward, is_message, policy_text
+from visalign.interfaces import (
+    Metadata,
+    Prompt,
+    RewardCapabilities,
+    Scores,
+    TextReward,
+    copy_records,
+    is_message,
+    policy_text,
+)
 from visalign.rewards.base.contract import check_list, is_text, make_scores, read_metadata
 
 
@@ -32,7 +41,7 @@ class TextRequest:
 
     def score_with(self, reward: TextReward, chunk: slice = slice(None)) -> Scores:
         """Score copies of the lists, so that a reward that changes them changes nobody else's."""
-        return reward.score(self.completions[chunk], self.prompts[chunk], self.metadata[chunk])
+        return reward.score(self.completions[chunk], *copy_records([self.prompts[chunk], self.metadata[chunk]]))
 
 
 @dataclass(frozen=True, kw_only=True)

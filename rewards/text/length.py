@@ -65,7 +65,8 @@ class LengthReward:
         names = {key for key, value in options.items() if value is not None}
         needed = " or ".join(" and ".join(sorted(option)) for option in RULES[rule])
         listed = ", ".join(sorted(names)) or "nothing"
-        are_sizes = all(0 < value < math.inf for value in (target, scale) if value is not None)
+        sizes = {key: value for key, value in options.items() if key in names - {"target_field"}}
+        are_sizes = all(_is_length(size) and size for size in sizes.values())
         self.name, self._rule, self._target, self._scale = name, rule, target, scale or 1.0
         self._max_length = 1 if max_length is None else max_length
         self._cache = 1 if cache is None else cache
@@ -73,10 +74,11 @@ class LengthReward:
         self._count = _counter(name, count)
         rules = {
             f"rule {rule!r} takes {needed}, no more and no less; given: {listed}": names in RULES[rule],
-            f"target is {target} and scale {scale}; allowed are finite numbers above 0": are_sizes,
-            f"cache is {cache}; allowed are 1 to max_length ({max_length})": 1 <= self._cache <= self._max_length,
+            f"the sizes are {sizes}; allowed are finite numbers above 0": are_sizes,
         }
         check_rules(name, rules)
+        top = f"cache is {cache}; allowed are 1 to max_length ({max_length})"
+        check_rules(name, {top: 1 <= self._cache <= self._max_length})
 
     def score(self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None) -> Scores:
         """Penalise each completion; the part "length" has the lengths."""
@@ -155,6 +157,8 @@ def _counter(name: str, count: Any) -> Callable[[str], int]:
         return (lambda text: len(text.split())) if count == "words" else len
     if hasattr(count, "encode"):
         return lambda text: len(count.encode(text, add_special_tokens=False))
+    forms = f"{', '.join(UNITS)}, a tokenizer, or a function of the text"
+    check_rules(name, {f"count is {count!r}; allowed are {forms}": callable(count)})
     return count
 
 

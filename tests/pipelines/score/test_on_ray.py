@@ -103,6 +103,12 @@ def test_rows_are_those_of_the_local_engine_with_reasons_for_the_rest(data: Path
     assert [row.prompt for row in read_part(tar, mapped)][2] == "counting"
     beside = ScoringOptions(rewards=[], needs_prompt=False)
     assert list(read_part(loose, beside)) == image_rows([data / "images"], needs_prompt=False)
+    Path("images/images.jsonl").write_text('{"image": "1.png", "clip": "2.png", "prompt": "a wall"}\n')
+    with pytest.warns(UserWarning, match="images are left out"):
+        for clips in (False, True):
+            (part,) = find_parts([data / "images"], clips=clips)
+            sampled = image_rows([data / "images"], clips=clips)
+            assert list(read_part(part, replace(OPTIONS, clips=clips))) == sampled and part.output == "images.parquet"
 
 
 class Raises:

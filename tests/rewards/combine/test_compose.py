@@ -14,8 +14,11 @@ from PIL import Image
 from visalign.errors import UserError
 from visalign.interfaces import RewardCapabilities, Scores, score_named
 from visalign.rewards import FunctionReward, RewardError, WeightedSum, check_reward, failure_reasons
+from visalign.rewards.combine.ensemble import Ensemble
+from visalign.rewards.pairs.ranking import rank
 from visalign.rewards.statistics import JpegSize, Sharpness
 from visalign.rewards.text.callables import TextFunctionReward
+from visalign.rewards.text.combine import WeightedTextSum
 
 IMAGES = torch.rand(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 PROMPTS = ["p"] * 4
@@ -116,6 +119,7 @@ def test_units():
     ("rewards", "options", "message"),
     [
         ({}, {}, "the weights are {}"),
+        ({"a": (fixed([1]), 1), "a.std": (fixed([1]), 1)}, {}, "labels are .* rename one that begins with another"),
         ({"a": (fixed([1]), -1.0)}, {}, "weights are {'a': -1.0}; allowed are finite numbers from 0, one above"),
         ({"a": (fixed([1]), 1)}, {"normalise": "group"}, "normalise is 'group'; allowed are 'none', 'batch'"),
         ({"a": (fixed([1]), 1)}, {"normalise": {"b": (0, 1)}}, r"no \(mean, std\) for a"),
@@ -205,15 +209,40 @@ def test_a_reward_that_changes_its_images_is_named_and_later_ones_never_get_them
             images.mul_(0.5)
             return super().score(images, prompts, metadata)
 
+    class ByNumpy(Sharpness):
+        def score(self, images, prompts, metadata=None):
+            images[0].numpy()[:] /= 2
+            return super().score(images, prompts, metadata)
+
     images = torch.rand(4, 3, 8, 8)
     with pytest.raises(UserError, match=r"'sharpness' changes its images in place. Have it work on images.clone"):
         WeightedSum({"a": (InPlace(), 1.0)}).score(images, PROMPTS)
-    with pytest.raises(UserError, match="'shown' changes its images in place"):
-        score_named(InPlace(), images, PROMPTS, name="shown")
+    with torch.inference_mode():
+        kinds = [(InPlace(), images), (ByNumpy(), images), (ByNumpy(), tuple(images)), (ByNumpy(), images.clone())]
+    for reward, samples in kinds:
+        with pytest.raises(UserError, match="'shown' changes its images in place"):
+            score_named(reward, samples, PROMPTS, name="shown")
 
 
-def test_a_function_gets_records_of_its_own():
-    records = [{"include": ["circle"], "n": [1]} for _ in PROMPTS]
+class Greedy:
+    """A class that changes the records that it is given."""
+
+    name, unit, range, higher_is_better = "greedy", "points", (-math.inf, math.inf), True
+
+    def score(self, samples, prompts, metadata=None):
+        counts = [float(len(record.pop("include")) + record["n"].pop()) for record in metadata]
+        return Scores(value=torch.tensor(counts), valid=torch.ones(len(counts), dtype=torch.bool), unit="points")
+
+
+def test_a_reward_gets_records_of_its_own():
+    lock = threading.Lock()  # what cannot be copied is given as it is
+    records = [{"include": ["circle"], "n": [1], "lock": lock} for _ in PROMPTS]
+    terms = {"a": (Greedy(), 1.0), "b": (Greedy(), 1.0)}
+    for scorer, samples in ((WeightedSum(terms), IMAGES), (WeightedTextSum(terms), ["a"] * 4)):
+        assert scorer.score(samples, PROMPTS, records).value.tolist() == [4] * 4
+    assert Ensemble({label: Greedy() for label in "ab"}).score(IMAGES, PROMPTS, records).value.tolist() == [2] * 4
+    assert score_named(Greedy(), IMAGES, PROMPTS, records, name="greedy").value.tolist() == [2] * 4
+    assert rank(IMAGES, "p", Greedy(), metadata=records[0]).valid.all()  # type: ignore[arg-type]
 
     def greedy(images=(), completions=(), metadata=(), n=(), **_):
         for record, numbers in zip(metadata or [{}] * len(n), n, strict=True):
@@ -222,10 +251,8 @@ def test_a_function_gets_records_of_its_own():
         return [0.0] * len(n)
 
     FunctionReward(greedy).score(IMAGES, PROMPTS, records)
-    lock = [{"lock": threading.Lock(), "n": [1]} for _ in PROMPTS]  # what cannot be copied is given as it is
-    assert FunctionReward(lambda images, lock: [0.0] * len(lock)).score(IMAGES, PROMPTS, lock).valid.all()
     TextFunctionReward(greedy).score(["a"] * len(PROMPTS), PROMPTS, records)
-    assert records == [{"include": ["circle"], "n": [1]} for _ in PROMPTS]
+    assert records == [{"include": ["circle"], "n": [1], "lock": lock} for _ in PROMPTS]
 
 
 def test_a_term_without_which_samples_are_scored_is_said_once():

@@ -60,8 +60,9 @@ def test_equal_images_are_one_item_and_few_images_work() -> None:
     judge = BrightnessPairs()
     ranking = rank(grey([0.5, 0.1, 0.5]), "p", judge, budget=2.0)
     assert ranking.order == [0, 2, 1] and ranking.score[0] == ranking.score[2] and ranking.calls <= 2
-    single = rank(grey([0.5]), "p", judge)
-    assert single.order == [] and single.reason == ["there is no other image to compare it with"]
+    for count in (1, 2):
+        same = rank(grey([0.5] * count), "p", judge)
+        assert same.order == [] and same.reason == ["there is no image with other pixels to compare it with"] * count
     nothing = rank(["no.png"], "p", judge)
     assert nothing.order == [] and nothing.calls == 0
     pair = rank(grey([0.1, 0.9]), "p", judge, budget=0.01)

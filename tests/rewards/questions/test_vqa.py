@@ -68,11 +68,12 @@ def test_a_graph_of_questions_by_hand():
     answers = {"cat?": {"Yes": 0.6, "no": 0.4}, "mat?": {"Yes": 0.2, "no": 0.8}, "red?": {"Yes": 0.9, "no": 0.1}}
     engine = ScriptedEngine(lambda template, ask: answers[ask.prompt], words=("Yes", "yes", "no"))
     record = {"vqa_list": [[text, "Yes"] for text in ("red?", "cat?", "mat?")]}
-    graphs = [[[2], [], [1]], [[], [], [1]], [[1], [0], []], [[3], [], []], [[]]]
+    graphs = [[[2], [], [1]], [[], [], [1]], [[1], [0], []], [[3], [], []], [[]], [[True], [], []]]
     scores = SoftTifa(engine, mean="graph").score(
-        images(5), ["a"] * 5, [record | {"vqa_parents": parents} for parents in graphs]
+        images(6), ["a"] * 6, [record | {"vqa_parents": parents} for parents in graphs]
     )
     # the mat is answered no, and with it what is red on it; a circle of right answers stays right
     assert scores.value[:3].tolist() == pytest.approx([1 / 3, 2 / 3, 2 / 3])
-    assert scores.valid.tolist() == [True] * 3 + [False] * 2 and scores.reason is not None
+    assert scores.valid.tolist() == [True] * 3 + [False] * 3 and scores.reason is not None
     assert "name question 3; there are 3" in str(scores.reason[3]) and "3 lists of indices" in str(scores.reason[4])
+    assert "name question True; there are 3" in str(scores.reason[5])
