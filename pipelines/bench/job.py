@@ -62,13 +62,23 @@ def run_bench(
     with nullcontext() if rank else hold_lock(output / LOCK, what=f"The output folder '{output}'"):
         while rank and not path.is_file():
             time.sleep(POLL)  # until the first process has found the folder in order
+        failed = [part for part in (output / PARTS).glob("*/*.npz") if path.is_file() and _has_failed(part)]
         if path.is_file():
+            scored_again = {
+                f"sides.{side.label}.files.{row.image}"  # may have been repaired
+                for k, side in enumerate(sides)
+                for part in failed
+                if part.parent.name == str(k)
+                for row in side.rows[int(part.stem) :][:part_size]
+            }
             remedy = "Give the same models, suite, rewards and --batch-size to resume, or another --output."
-            check_same_config(read_object(path), facts, where=f"The bench in '{output}'", remedy=remedy)
+            check_same_config(
+                read_object(path), facts, free=scored_again, where=f"The bench in '{output}'", remedy=remedy
+            )
         elif set(os.listdir(output)) - {LOCK}:
             raise UserError(f"There is no bench in '{output}' to resume: it has no {SETTINGS}. Give another --output.")
-        # by the first process alone, which joins the parts: it would not wait for one that is there
-        again = [] if rank else [part for part in (output / PARTS).glob("*/*.npz") if _has_failed(part)]
+        # the first process alone scores failed parts again: it would not wait for one that is there
+        again = [] if rank else failed
         write_once(path, pretty(facts))
         parts = [
             _score(side, output / PARTS / str(k), part_size, rank, on_part, again) for k, side in enumerate(sides)

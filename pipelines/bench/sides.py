@@ -191,7 +191,7 @@ def folder_sides(paths: Sequence[str], records: Sequence[Record] | None, scoring
             record = {"prompt": row.prompt, **(row.metadata or {}), **suite[row.prompt]}
             rows.append(replace(row, seed=row.seed if by_seed else ordinals[row.prompt], metadata=record))
             ordinals[row.prompt] += 1
-        facts = {"images": path, "files": score_key([row.image for row in rows], "", None)}
+        facts = {"images": path, "files": {row.image: score_key([row.image], "", None) for row in rows}}
         sides.append(Side(label=path, facts=facts, rows=rows, score=_scorer(rows, **scoring)))
     return sides
 

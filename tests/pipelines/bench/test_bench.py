@@ -144,6 +144,13 @@ def test_an_unreadable_image_is_a_missing_score(tmp_path: Path) -> None:
     (pair,) = numbers(tmp_path / "out")["pairs"]
     assert (pair["wins"], pair["ties"], pair["losses"], pair["win_rate"]["estimate"]) == (2, 0, 0, 1.0)
     assert [*pair["by_category"]] == ["tag 0", "tag 1", "untagged"]  # the first side's, though the second has none
+    arguments = ("--images", tmp_path / "a", tmp_path / "b", "-r", "brightness", "-o", tmp_path / "out", "--resume")
+    Image.new("RGB", (8, 8)).save(tmp_path / "b" / "1.png")  # repaired
+    assert run(*arguments).exit_code == 0
+    (pair,) = numbers(tmp_path / "out")["pairs"]
+    assert (pair["wins"], pair["losses"]) == (2, 1)
+    Image.new("RGB", (9, 9)).save(tmp_path / "b" / "1.png")  # exchanged
+    assert "b/1.png" in run(*arguments).output
 
 
 def test_win_rates_by_hand() -> None:

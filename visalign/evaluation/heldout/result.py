@@ -153,11 +153,8 @@ class HeldoutResult:
         """Return the mean of a reward with its 95 % interval over prompts, of all or some rows; a share of 0 and 1."""
         keys, rows = self.keys, range(len(self)) if rows is None else rows
         values, prompts = self.scores[name][list(rows)], [keys[row] for row in rows]
-        is_share, generator = (
-            bool(np.isin(values[np.isfinite(values)], (0, 1)).all()),
-            torch.Generator().manual_seed(0),
-        )
-        return paired_bootstrap(np.zeros(len(values)), values, prompts, generator=generator, share=is_share)
+        share, generator = bool(np.isin(np.nan_to_num(values), (0, 1)).all()), torch.Generator().manual_seed(0)
+        return paired_bootstrap(np.zeros(len(values)), values, prompts, generator=generator, share=share)
 
     def means(self, names: Iterable[str], rows: Sequence[int] | None = None) -> dict[str, float]:
         """Return NAME, NAME.low, NAME.high: `mean_interval` of rewards."""

@@ -57,7 +57,7 @@ def finite(value: float) -> float | None:
 
 
 def wilson_interval(successes: float, trials: int, *, level: float = 0.95) -> Interval:
-    """Compute Wilson's score interval of a proportion of independent trials; NaN without trials. A tie is half a success.
+    """Compute Wilson's score interval of a proportion of independent trials, a tie half a success; NaN without trials.
 
     centre = (p + z²/2n) / (1 + z²/n),  half = z/(1 + z²/n) · √(p(1−p)/n + z²/4n²)
 
