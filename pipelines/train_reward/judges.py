@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from visalign.atomic import umask_permissions
 from visalign.core import nuclear_diversity
 from visalign.errors import UserError, suggestion
+from visalign.model_files import read_object
 from visalign.precision import autocast_dtype
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.hpsv3.ensemble_folders import adapters_of
 from visalign.rewards.hpsv3.loading import find_weights
 from visalign.rewards.vlm.engine import VisionLanguageEngine
-from visalign.rewards.vlm.loading import name_base
+from visalign.rewards.vlm.loading import ADAPTER, name_base
 from visalign.rewards.vlm.template import JudgeSettings, Template
 from visalign.training.reward.batch import Outputs, RewardBatch
 
@@ -128,7 +129,8 @@ class SeeingJudge(TrainedJudge):
             raise UserError(f"model.lora cannot be added to {settings.path!r}: {error} {remedy}") from error
         if isinstance(settings, AnswerModel) and settings.lora_path is not None:
             by_name = {name.removesuffix(".default.weight"): value.data for name, value in trainable(model)}
-            for name, value in read_adapters("model.lora_path", settings.lora_path, by_name).items():
+            saved = read_adapters("model.lora_path", settings.lora_path, by_name, alpha=lora.alpha)
+            for name, value in saved.items():
                 by_name[name].copy_(value)
         if settings.diversity is not None:
             self._others = OtherMembers(settings.diversity.others, dict(trainable(model)))
@@ -174,7 +176,7 @@ class OtherMembers:
         matrices = {name: value for name, value in trained.items() if ".lora_" in name}
         self.trained = {name.removesuffix(".default.weight"): value for name, value in matrices.items()}
         key = "model.diversity.others"
-        self.members = [read_adapters(key, folder, self.trained, ranks_differ=True) for folder in folders]
+        self.members = [read_adapters(key, folder, self.trained) for folder in folders]
 
     def diversity(self) -> Tensor:
         """Mean over the matrices A and B of all layers."""
@@ -186,20 +188,30 @@ class OtherMembers:
 
 
 def read_adapters(
-    key: str, folder: str, trained: Mapping[str, Tensor], *, ranks_differ: bool = False
+    key: str, folder: str, trained: Mapping[str, Tensor], *, alpha: float | None = None
 ) -> dict[str, Tensor]:
-    """Read a trained judge's LoRA matrices of the `trained` ones, refusing others; `key` names the setting."""
+    """Read a trained judge's LoRA matrices of the `trained` layers, refusing others; `key` names the setting.
+
+    With `alpha`, that of the trained adapters, rank and scale must agree too.
+    """
+    from visalign.adapters.lora import check_lora_kind, other_scales
+
     try:
-        adapters = adapters_of(find_weights(folder))
-    except (OSError, RewardError) as error:
-        raise UserError(
-            f"{key} names {folder!r}, which has no adapters ({error}). Train it with model.train lora."
-        ) from error
-    for name, value in trained.items():
+        path = find_weights(folder)
+        config = read_object(path / ADAPTER)
+        check_lora_kind(path, config)
+        adapters = adapters_of(path)
+    except (OSError, RewardError, UserError) as error:
+        raise UserError(f"{key} names {folder!r}. {error} Give a judge trained with model.train lora.") from error
+    for name in sorted({*trained, *adapters}):
         axis = 1 if name.endswith("lora_A") else 0
-        size = slice(axis, axis + 1) if ranks_differ else slice(None)
-        if name not in adapters or adapters[name].shape[size] != value.shape[size]:
-            raise UserError(f"{key} names {folder!r}, whose adapters have no {name} of the trained size.")
+        size = slice(axis, axis + 1) if alpha is None else slice(None)
+        there, here = (tuple(a[name].shape[size]) if name in a else "absent" for a in (adapters, trained))
+        if there != here:
+            raise UserError(f"{key} names {folder!r}, whose {name} is {there} there and {here} here.")
+    if alpha is not None and (config.get("lora_alpha") != alpha or other_scales(config)):
+        scale = ", ".join([f"lora_alpha {config.get('lora_alpha')}", *other_scales(config)])
+        raise UserError(f"{key} names {folder!r}, whose adapters have {scale}, and model.lora.alpha is {alpha:g}.")
     return {name: adapters[name].to(value.device).float() for name, value in trained.items()}
 
 

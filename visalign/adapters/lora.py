@@ -23,6 +23,15 @@ from visalign.settings import Count, settings
 
 ADAPTER = "default"  # Name of our adapter inside the model
 CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")  # peft's starts that take their product from the base
+MORE_THAN_LORA = {
+    "use_dora": "DoRA",
+    **dict.fromkeys(("bias", "lora_bias"), "LoRA with biases"),
+    "modules_to_save": "LoRA with whole layers",
+    "layer_replication": "LoRA with repeated layers",
+    "trainable_token_indices": "LoRA with embeddings of tokens",
+    "alora_invocation_tokens": "activated LoRA",
+}
+"""Setting of peft -> kind of adapter that it makes."""
 
 
 @settings("lora")
@@ -116,7 +125,6 @@ def check_same_kind(
     metadata: Mapping[str, Any],
 ) -> None:
     """Raise if saved adapters, with the settings `metadata`, differ from the model's in rank, scale or layers."""
-    check_base(folder, metadata)
     saved, expected = ({n: tuple(w.shape) for n, w in weights.items()} for weights in (state, current))
     if saved != expected or alpha != current_alpha:
         differing = sorted(n for n in {*saved, *expected} if saved.get(n) != expected.get(n))
@@ -129,15 +137,21 @@ def check_same_kind(
         raise UserError(f"The LoRA in {folder} has {', '.join(scales)}, and this policy scales by α / r alone.")
 
 
-def check_base(path: Path, metadata: Mapping[str, Any]) -> None:
-    """Raise if peft changed the base model when adapters began (`init_lora_weights` of PiSSA and others)."""
-    for name, start in metadata.items():
-        is_start = name.rpartition(".")[2] == "init_lora_weights" and isinstance(start, str)
-        if is_start and start.lower().startswith(CHANGED_BASES):
+def check_lora_kind(path: Path, metadata: Mapping[str, Any]) -> None:
+    """Raise if peft's settings make more of saved adapters than B A, or their start changed the base model."""
+    for name, value in metadata.items():
+        setting = name.rpartition(".")[2]
+        if setting == "init_lora_weights" and isinstance(value, str) and value.lower().startswith(CHANGED_BASES):
             raise UserError(
-                f"The LoRA in {path} began as {start!r}, which changed the base model too, and only B A is read. "
+                f"The LoRA in {path} began as {value!r}, which changed the base model too, and only B A is read. "
                 "Convert it by peft's save_pretrained(..., path_initial_model_for_weight_conversion=START), or merge "
                 "it into its model and give that."
+            )
+        kind = value if setting == "peft_type" else MORE_THAN_LORA.get(setting)
+        if kind is not None and value and value not in ("none", "LORA"):
+            raise UserError(
+                f"{path} holds adapters of the kind {kind} (peft's {setting} is {value!r}), and LoRA is what is read. "
+                "Merge them into their model, and give that."
             )
 
 

@@ -243,9 +243,17 @@ def test_a_lora_of_another_kind_is_refused(tmp_path) -> None:
     with pytest.raises(FileNotFoundError, match=r"holds no adapter_model\.safetensors"):
         policy(lora=LORA).load(tmp_path / "nowhere")
     config = tmp_path / "adapter_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"init_lora_weights": "pissa_niter_4"}))
-    with pytest.raises(UserError, match="began as 'pissa_niter_4', which changed the base model"):
-        policy(lora=LORA).load(tmp_path)
+    plain = json.loads(config.read_text())
+    for setting, value, message in (
+        ("init_lora_weights", "pissa_niter_4", "began as 'pissa_niter_4', which changed the base model"),
+        ("peft_type", "LOKR", "holds adapters of the kind LOKR"),
+        ("use_dora", True, "of the kind DoRA"),
+        ("bias", "all", r"of the kind LoRA with biases \(peft's bias is 'all'\)"),
+        ("layer_replication", [[0, 1]], "Merge them into their model"),
+    ):
+        config.write_text(json.dumps(plain | {setting: value}))
+        with pytest.raises(UserError, match=message):
+            policy(lora_path=tmp_path)
 
 
 def gemma() -> nn.Module:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.support.models.language import TEMPLATE, tiny_model, tiny_tokenizer
 from tests.support.training.text import DEMONSTRATIONS, toy_policy
 from visalign.adapters.causal_lm.demonstrations import (
     DemonstrationBatches,
@@ -14,8 +15,10 @@ from visalign.adapters.causal_lm.demonstrations import (
     with_mismatched,
 )
 from visalign.adapters.causal_lm.log_partition import PromptLogPartition
+from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.errors import UserError
 from visalign.text import StoppingCriteria
+from visalign.text.chat import PromptEncoder
 
 
 def test_a_demonstration_has_the_log_prob_of_the_models_own_forward():
@@ -76,6 +79,17 @@ def test_of_pairs_and_votes_too_what_a_tool_wrote_is_not_learnt():
     votes = with_mismatched(toy_policy(), votes)
     rows = DemonstrationBatches(toy_policy(), votes, size=2, seed=0, field=("completion", "mismatched")).rows([0, 1])
     assert rows.loss_mask.sum(1).tolist() == [7, 6, 6, 7]
+
+
+def test_the_answer_of_a_transcript_has_the_tokens_of_the_chat_template():
+    tokenizer = tiny_tokenizer(template=TEMPLATE)
+    policy = CausalLMPolicy(tiny_model(seed=3), tokenizer, prompts=PromptEncoder(tokenizer, plain_as_chat=True))
+    transcript, turns = "\n\nHuman: g\n\nAssistant:", [{"role": "user", "content": "g"}]
+    rollout = demonstration_rollout(policy, [transcript, turns], [" a b\n", "a b"])
+    assert torch.equal(rollout.completion_ids[0], rollout.completion_ids[1])
+    assert demonstration_lengths(policy, [{"prompt": transcript, "completion": " a b"}]) == [
+        int(rollout.prompt_mask[0].sum() + rollout.loss_mask[0].sum())
+    ]
 
 
 @pytest.mark.parametrize("spans", [[[0, 9]], [[2, 4], [3, 5]], [4, 6]])

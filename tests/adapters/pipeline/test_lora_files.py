@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tests.support.models.pipelines import tiny_pipeline, trained_weights
 from tests.support.models.sd3 import tiny_sd3_pipeline
 from visalign.adapters import LoraSettings, load_policy
-from visalign.adapters.lora import check_base
+from visalign.adapters.lora import check_lora_kind
 from visalign.adapters.pipeline.families import FAMILIES, SD3_ATTENTION
 from visalign.adapters.pipeline.lora import add_lora, load_lora, save_lora, start_from_loras
 from visalign.adapters.pipeline.lora_files import (
@@ -267,10 +267,10 @@ def test_a_damaged_layer_is_named(changed, message, tmp_path):
 @pytest.mark.parametrize("name", ["init_lora_weights", "transformer.init_lora_weights"])
 def test_a_start_that_changed_the_base_is_refused(name, tmp_path):
     for start in (True, "gaussian", "orthogonal"):
-        check_base(tmp_path, {name: start})
+        check_lora_kind(tmp_path, {name: start})
     for start in ("pissa", "pissa_niter_16", "olora"):
         with pytest.raises(UserError, match=f"began as '{start}', which changed the base model"):
-            check_base(tmp_path, {name: start})
+            check_lora_kind(tmp_path, {name: start})
     save_file({"a.lora_A.weight": torch.ones(1, 2), "a.lora_B.weight": torch.ones(2, 1)}, tmp_path / PEFT_FILE)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"r": 1, "init_lora_weights": "olora"}))
     with pytest.raises(UserError, match="began as 'olora'"):

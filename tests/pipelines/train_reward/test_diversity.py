@@ -71,19 +71,19 @@ def test_the_loss_gets_it_once_however_the_batch_is_cut(model, first, tmp_path):
 def test_members_that_cannot_be_kept_apart_are_refused(model, tmp_path):
     with pytest.raises(UserError, match=r"keeps adapters apart, and model.train is 'full'"):
         _config(model, "model.train=full", "model.diversity={others: [a]}")
-    with pytest.raises(UserError, match=r"others names '.*vlm', which has no adapters"):
+    with pytest.raises(UserError, match=r"others names '.*vlm'\. .*adapter_config\.json cannot be read"):
         build_judge(_config(model, f"model.diversity={{others: ['{model}']}}"), torch.device("cpu"))
     run(_config(model, "model.lora.target_modules=[q_proj]"), tmp_path / "other")
     other = tmp_path / "other" / "judge"
-    with pytest.raises(UserError, match=r"whose adapters have no .*lora_A of the trained size"):
+    with pytest.raises(UserError, match=r"whose .*lora_A is .* there and .* here"):
         build_judge(_config(model, f"model.diversity={{others: ['{other}']}}"), torch.device("cpu"))
 
 
 def test_a_judge_goes_on_from_the_adapters_of_another(tmp_path):
-    """Before its first update it has that judge's adapters; adapters of another rank are refused."""
+    """Before its first update it has that judge's adapters; others (rank, scale, layers, start) are refused."""
 
-    def config(*more: str, rank: int = 2) -> TrainRewardConfig:
-        kind = f"model={{kind: yes_no, save_dtype: float32, lora: {{rank: {rank}, alpha: 4.0}}}}"
+    def config(*more: str) -> TrainRewardConfig:
+        kind = "model={kind: yes_no, save_dtype: float32, lora: {rank: 2, alpha: 4.0}}"
         overrides = [kind, "objective.task=yes_no", "data={size: 4, heldout: null, batch: 4, micro_batch: 4}"]
         overrides += ["optimizer.updates_per_iteration=1"]
         return load_config(TrainRewardConfig, None, [*overrides, "run={iterations: 1, device: cpu}", *more])
@@ -94,7 +94,16 @@ def test_a_judge_goes_on_from_the_adapters_of_another(tmp_path):
     own = {name.removesuffix(".default.weight"): value for name, value in trainable(going_on.module)}
     earlier = adapters_of(folder)
     assert own.keys() == earlier.keys() and all(torch.equal(own[name], earlier[name]) for name in own)
-    with pytest.raises(UserError, match=r"model\.lora_path names .*, whose adapters have no .* of the trained size"):
-        build_judge(config(f"model.lora_path={folder}", rank=3), torch.device("cpu"))
+    for more, message in (
+        (["model.lora.rank=3"], r"model\.lora_path names .*, whose .*lora_A is \(2, \d+\) there and \(3, \d+\) here"),
+        (["model.lora.target_modules=[q_proj]"], r"whose .*lora_A is .* there and absent here"),
+        (["model.lora.alpha=8"], r"whose adapters have lora_alpha 4.0, and model\.lora\.alpha is 8"),
+    ):
+        with pytest.raises(UserError, match=message):
+            build_judge(config(f"model.lora_path={folder}", *more), torch.device("cpu"))
+    settings = folder / "adapter_config.json"
+    settings.write_text(settings.read_text().replace('"init_lora_weights": true', '"init_lora_weights": "pissa"'))
+    with pytest.raises(UserError, match=r"model\.lora_path names .* began as 'pissa'"):
+        build_judge(config(f"model.lora_path={folder}"), torch.device("cpu"))
     with pytest.raises(UserError, match=r"model\.lora_path names adapters, and model\.train is 'full'"):
         config(f"model.lora_path={folder}", "model.train=full")

@@ -21,6 +21,7 @@ from visalign.data.sets.prompt_files import tool_answers_field, with_answer
 from visalign.errors import UserError
 from visalign.seeds import sample_seed
 from visalign.text import Prompt, StoppingCriteria, TextRollout
+from visalign.text.messages import text_messages
 from visalign.text.rollout import undrawn_rollout
 
 from .loading import end_tokens, pad_id
@@ -47,7 +48,7 @@ def demonstration_rollout(
     spans = [()] * len(completions) if answers is None else answers
     completion_ids, masks = [], []
     for row, text in enumerate(completions):
-        ids, mask = _tokens(policy, text, spans[row])
+        ids, mask = _tokens(policy, prompts[row], text, spans[row])
         ids, mask = [*ids, policy.prompts.end_token(prompts[row], ends)], [*mask, 1.0]
         used, room = len(encoded.ids[row]), policy.context_length
         if room is not None and used + len(ids) > room:
@@ -65,8 +66,11 @@ def demonstration_rollout(
     return replace(rollout, text=list(completions), prompt=list(prompts), images=images)
 
 
-def _tokens(policy: CausalLMPolicy, text: str, answers: Spans) -> tuple[list[int], list[float]]:
+def _tokens(policy: CausalLMPolicy, prompt: Prompt, text: str, answers: Spans) -> tuple[list[int], list[float]]:
     """Return the tokens of a completion and their loss mask; what a tool wrote is tokenized by itself."""
+    as_messages = policy.prompts.plain_as_chat and isinstance(prompt, str) and not answers
+    if as_messages and text_messages(prompt)[0]["content"] != prompt:
+        text = text.strip()  # a transcript, whose other turns have no blanks around them either
     ids, mask = list[int](), list[float]()
     edges = [0, *(edge for span in answers for edge in span), len(text)]
     for number, (begin, stop) in enumerate(itertools.pairwise(edges)):
@@ -140,10 +144,10 @@ class DemonstrationBatches:
 
 def demonstration_lengths(policy: CausalLMPolicy, records: Sequence[Record], field: str = "completion") -> list[int]:
     """Count the tokens of prompt and completion of each record together, the end token included."""
-    prompts = policy.encode([record["prompt"] for record in records]).ids
+    prompts = [record["prompt"] for record in records]
     return [
-        len(prompts[index]) + len(_tokens(policy, record[field], _spans(index, record, field))[0]) + 1
-        for index, record in enumerate(records)
+        len(ids) + len(_tokens(policy, prompts[index], record[field], _spans(index, record, field))[0]) + 1
+        for index, (ids, record) in enumerate(zip(policy.encode(prompts).ids, records, strict=True))
     ]
 
 

@@ -4,13 +4,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from visalign.adapters.lora import ADAPTER, LoraSettings, adapter_config, check_bare, check_same_kind, insert_adapters
+from visalign.adapters.lora import (
+    ADAPTER,
+    LoraSettings,
+    adapter_config,
+    check_bare,
+    check_lora_kind,
+    check_same_kind,
+    insert_adapters,
+)
 from visalign.errors import UserError
 from visalign.model_files import read_object, read_tensors
 
@@ -36,29 +45,28 @@ def add_text_lora(
 
 def settings_of(folder: str | Path, seed: int = 0) -> LoraSettings:
     """Return the settings of saved adapters, so that training can continue from them."""
-    path = _weight_file(folder)
-    config = read_object(path.with_name(CONFIG_FILE))
-    layers = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in read_tensors(path)}
-    rank, alpha = config.get("r", LoraConfig.r), config.get("lora_alpha", LoraConfig.lora_alpha)
-    return text_lora(rank=rank, alpha=alpha, target_modules=tuple(sorted(layers)), seed=seed)
-
-
-def _weight_file(folder: str | Path) -> Path:
-    path = Path(folder) / WEIGHT_FILE
-    if not path.is_file() and not (path := Path(folder) / "lora" / WEIGHT_FILE).is_file():
-        raise FileNotFoundError(f"{folder} holds no {WEIGHT_FILE}. Give a run folder, or one that peft wrote.")
-    return path
+    _, state, config = _read(folder)
+    layers = {name.partition(".lora_")[0] for name in state}
+    return text_lora(rank=config["r"], alpha=config["lora_alpha"], target_modules=tuple(sorted(layers)), seed=seed)
 
 
 def load_text_lora(model: PreTrainedModel, folder: str | Path) -> None:
     """Read adapters that `model.save_pretrained` or peft wrote into the model's; rank, alpha and places must agree."""
-    path = _weight_file(folder)
-    state = {name.removeprefix("base_model.model."): weight for name, weight in read_tensors(path).items()}
+    source, state, config = _read(folder)
     current = get_peft_model_state_dict(model, adapter_name=ADAPTER)
-    config = read_object(path.with_name(CONFIG_FILE))
-    alpha = config.get("lora_alpha", LoraConfig.lora_alpha)
-    check_same_kind(path.parent, state, current, alpha, adapter_config(model).lora_alpha, config)
+    check_same_kind(source, state, current, config["lora_alpha"], adapter_config(model).lora_alpha, config)
     set_peft_model_state_dict(model, state, adapter_name=ADAPTER)
+
+
+def _read(folder: str | Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
+    """Read the folder, weights and settings of saved adapters, refusing other kinds than LoRA."""
+    path = Path(folder) / WEIGHT_FILE
+    if not path.is_file() and not (path := Path(folder) / "lora" / WEIGHT_FILE).is_file():
+        raise FileNotFoundError(f"{folder} holds no {WEIGHT_FILE}. Give a run folder, or one that peft wrote.")
+    state = {name.removeprefix("base_model.model."): weight for name, weight in read_tensors(path).items()}
+    config = {"r": LoraConfig.r, "lora_alpha": LoraConfig.lora_alpha, **read_object(path.with_name(CONFIG_FILE))}
+    check_lora_kind(path.parent, config)
+    return path.parent, state, config
 
 
 def _targets(model: PreTrainedModel, suffixes: tuple[str, ...], language: nn.Module | None) -> list[str]:

@@ -17,7 +17,7 @@ from peft.tuners.lora import LoraLayer
 from peft.utils.other import get_pattern_key
 from torch import Tensor, nn
 
-from visalign.adapters.lora import check_base
+from visalign.adapters.lora import check_lora_kind
 from visalign.errors import UserError
 from visalign.hub import hub_file
 from visalign.model_files import open_tensors, read_object, read_tensors, why_unreadable
@@ -156,7 +156,7 @@ def read_lora(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     config = file.with_name("adapter_config.json")
     if file.name == PEFT_FILE and config.is_file():
         metadata |= read_object(config)
-    check_base(file, metadata)
+    check_lora_kind(file, metadata)
     for kind, pattern in OTHER_KINDS.items():
         if example := next((name for name in state if re.search(pattern, name)), None):
             raise UserError(
