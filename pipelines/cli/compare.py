@@ -145,6 +145,7 @@ def agree(
     ],
     reward: opt.OptionalRewards = None,
     scores: opt.Scores = None,
+    lower_is_better: opt.LowerIsBetter = None,
     columns: opt.MapColumns = None,
     prompt: opt.Prompt = None,
     options: opt.LabelOptions = None,
@@ -174,7 +175,8 @@ def agree(
     rewards, log = with_cache(loaded, cache), output / ROWS if output is not None and loaded else None
     with scoring(log, rewards, len(rows), resume=resume) as keeping, opt.clean_output():
         keeping |= {"seed": seed, "batch_size": batch_size}
-        result = agree_rewards(rows, rewards, source=source, columns=names, **keeping)
+        keeping |= {"columns": names, "lower_is_better": lower_is_better or ()}
+        result = agree_rewards(rows, rewards, source=source, **keeping)
     opt.print_result(result, show_agreement, as_json)
     if output is not None:
         echo(f"Page: {write_agreement(output, result)}", err=as_json)

@@ -31,7 +31,7 @@ def evaluate(
     reward: opt.OptionalRewards = None,
     reward_options: opt.LabelOptions = None,
     scores: opt.Scores = None,
-    lower_is_better: Annotated[opt.Repeated, Option(help="Names of --scores where lower is better; repeat.")] = None,
+    lower_is_better: opt.LowerIsBetter = None,
     columns: opt.MapColumns = None,
     labels: opt.Labels = None,
     join: Annotated[

@@ -38,6 +38,9 @@ Scores = Annotated[
         help="Scores in a column NAME, or NAME_left and NAME_right; NAME=COLUMN, NAME=LEFT,RIGHT; repeat.",
     ),
 ]
+LowerIsBetter = Annotated[
+    Repeated, Option("--lower-is-better", help="Names of --scores where lower is better; repeat.")
+]
 Prompt = Annotated[str | None, Option("--prompt", "-p", help="Prompt of all images; in a table, of rows without one.")]
 LabelOptions = Annotated[Repeated, Option("--option", help="LABEL.NAME=VALUE for a reward; repeat for several.")]
 Options = Annotated[Repeated, Option("--option", help="NAME=VALUE for the reward; repeat for several.")]

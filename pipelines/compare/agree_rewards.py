@@ -29,11 +29,13 @@ from visalign.pipelines.score.image_rows import ImageRow, image_rows
 from visalign.pipelines.score.provenance import provenance, reward_identity
 from visalign.pipelines.score.report import load_shown_images
 from visalign.pipelines.score.score import MISSING, ScoreRow, finite_or_none, read_number, score_rows
+from visalign.pipelines.shared.reward_options import check_lower
 from visalign.pipelines.shared.run_folder import pretty
 
 RESULT, PAGE, ROWS = "agreement.json", "agreement.html", "scores.jsonl"
 SHOWN = 8  # Images shown for every two rewards
-_SCORES = "scores"  # Key of the rows' metadata for scores from columns
+_SCORES, _LOWER = "scores", "lower_is_better"
+"""Keys of the rows' metadata: scores from columns, and the names of those that are better when lower."""
 
 
 def read_set(
@@ -76,6 +78,7 @@ def agree_rewards(
     *,
     source: str = "",
     columns: Sequence[str] = (),
+    lower_is_better: Sequence[str] = (),
     seed: int = 0,
     batch_size: int = 32,
     on_batch: Callable[[int], object] | None = None,
@@ -83,12 +86,15 @@ def agree_rewards(
 ) -> dict[str, Any]:
     """Score a set by several rewards, or read their scores (`columns`, as `read_set` kept them), and compare
     their orders as JSON: `visalign.evaluation.rewards.agreement` and the largest disagreements of every two.
+
+    `lower_is_better` names columns of a table that does not say so itself, as one of `visalign score` does.
     """
     started = time.perf_counter()
     if len(rewards) + len(columns) < 2 or len(rows) < 3:
         got = f"{len(rewards) + len(columns)} rewards and {len(rows)} images"
         raise UserError(f"Agreement takes at least 2 rewards (--reward, --scores) and 3 images; got {got}.")
-    table = {name: [_column_row(name, row) for row in rows] for name in columns}
+    check_lower(lower_is_better, columns)
+    table = {name: [_column_row(name, row, lower_is_better) for row in rows] for name in columns}
     if rewards:
         scored = score_rows(rows, rewards, batch_size=batch_size, on_batch=on_batch, store=store)
         table |= {label: scored[index :: len(rewards)] for index, label in enumerate(rewards)}
@@ -102,7 +108,7 @@ def agree_rewards(
         "format": "visalign agreement 1",
         "set": {"source": source, "images": len(rows), "prompts": prompts, "seed": seed, "level": LEVEL},
         "rewards": records,
-        "pairs": _compare_pairs(rows, table, judges, seed),
+        "pairs": _compare_pairs(rows, table, seed),
         "seconds": round(time.perf_counter() - started, 3),
     }
 
@@ -116,17 +122,14 @@ def write_agreement(folder: Path, result: Mapping[str, Any]) -> Path:
 
 
 def _compare_pairs(
-    rows: Sequence[ImageRow],
-    table: Mapping[str, Sequence[ScoreRow]],
-    judges: Mapping[str, PointwiseReward | None],
-    seed: int,
+    rows: Sequence[ImageRow], table: Mapping[str, Sequence[ScoreRow]], seed: int
 ) -> list[dict[str, Any]]:
     """Compare every two rewards: agreement, and the images and prompts on which they differ most."""
-    scores = [table[label] for label in judges]
+    scores = list(table.values())
     values = np.array([[row.value for row in column] for column in scores], dtype=np.float64)  # None becomes NaN
-    values *= [[1 if judge is None or judge.higher_is_better else -1] for judge in judges.values()]  # up is better
-    pairs = agreement(list(judges), values, [row.prompt for row in rows], seed=seed)
-    for entry, (a, b) in zip(pairs, combinations(range(len(judges)), 2), strict=True):
+    values *= [[1 if column[0].higher_is_better else -1] for column in scores]  # up is better
+    pairs = agreement(list(table), values, [row.prompt for row in rows], seed=seed)
+    for entry, (a, b) in zip(pairs, combinations(range(len(table)), 2), strict=True):
         entry["disagreements"] = [
             {"image": rows[row].image, "prompt": rows[row].prompt, "first": first, "second": second}
             | {"first_score": scores[a][row].value, "second_score": scores[b][row].value}
@@ -135,10 +138,12 @@ def _compare_pairs(
     return pairs
 
 
-def _column_row(name: str, row: ImageRow) -> ScoreRow:
-    number = finite_or_none(read_number(((row.metadata or {}).get(_SCORES) or {}).get(name)))
-    reason = MISSING if number is None else None
-    return ScoreRow(image=row.image, reward=name, value=number, unit="as in the table", reason=reason)
+def _column_row(name: str, row: ImageRow, lower_is_better: Sequence[str]) -> ScoreRow:
+    record = row.metadata or {}
+    number = finite_or_none(read_number((record.get(_SCORES) or {}).get(name)))
+    up = name not in {*lower_is_better, *record.get(_LOWER, ())}
+    about: dict[str, Any] = {"unit": "as in the table", "reason": MISSING if number is None else None}
+    return ScoreRow(image=row.image, reward=name, value=number, higher_is_better=up, **about)
 
 
 def _rows_of_pairs(path: Path, pairs: PreferenceSet, scores: Sequence[str]) -> list[ImageRow]:
@@ -171,7 +176,7 @@ def _rows_of_images(path: Path, records: QualitySet, prompt: str | None, scores:
 
 def _rows_of_table(path: Path, prompt: str | None, columns: Columns, scores: Sequence[str]) -> list[ImageRow]:
     """Read a table with scores; prompts and images where it has them."""
-    table, source = list(read_table(path, columns.names)), str(path)
+    table, source, lower = list(read_table(path, columns.names)), str(path), set[str]()
     is_long = all({"image", "reward"} <= set(row) for _, row in table)
     if is_long and any("value" in row for _, row in table):  # a row per image and reward
         by_image: dict[tuple[Any, Any], tuple[int, Row]] = {}
@@ -182,12 +187,14 @@ def _rows_of_table(path: Path, prompt: str | None, columns: Columns, scores: Seq
             if reward in merged and repr(merged[reward]) != repr(row.get("value")):
                 raise UserError(f"'{path}' scores {row['image']} twice by {reward}. Give a table of one scoring.")
             merged[reward] = row.get("value")
+            lower |= {reward} if str(row.get("higher_is_better")).lower() == "false" else set()
         table, source = list(by_image.values()), f"rewards of {path}"
     require_columns(source, dict.fromkeys(name for _, row in table for name in row), scores, purpose="--scores")
     rows = []
     for number, row in table:
         image = str(row.get("image", f"row {number}"))
         metadata = text_record(image, row) | {_SCORES: {name: row.get(name) for name in scores}}
+        metadata |= {_LOWER: sorted(lower)} if lower else {}
         if "://" not in image and (path.parent / image).is_file():
             image = str(path.parent / image)
         rows.append(ImageRow(image=image, prompt=str(row.get("prompt", prompt or "")), metadata=metadata))
@@ -210,8 +217,8 @@ def _reward_record(label: str, reward: PointwiseReward | None, rows: Sequence[Sc
     identity = None if reward is None else reward_identity(reward)
     return {
         "label": label,
-        "unit": "as in the table" if reward is None else reward.unit,
-        "higher_is_better": reward is None or reward.higher_is_better,
+        "unit": rows[0].unit,
+        "higher_is_better": rows[0].higher_is_better,
         "model": identity and identity.model,
         "digest": identity and identity.digest,
         "provenance": reward and provenance(reward),

@@ -44,7 +44,13 @@ from visalign.evaluation.rewards.quality import evaluate_quality
 from visalign.interfaces import PointwiseReward
 from visalign.pipelines.score.provenance import domain_note, provenance, reward_identity
 from visalign.pipelines.score.report import load_shown_images
-from visalign.pipelines.shared.reward_options import any_needs_prompt, load_each, reward_options, with_cache
+from visalign.pipelines.shared.reward_options import (
+    any_needs_prompt,
+    check_lower,
+    load_each,
+    reward_options,
+    with_cache,
+)
 from visalign.pipelines.shared.run_folder import check_run_folder, pretty
 from visalign.rewards.text.completions import load_any_judge
 
@@ -104,8 +110,7 @@ def evaluate(
         raise UserError("--option is of a --reward, and there is none.")
     if not rewards and not columns:
         raise UserError("Nothing to evaluate: name a reward (--reward) or columns of scores in the set (--scores).")
-    if unknown := ", ".join(sorted(set(lower_is_better) - set(columns))):
-        raise UserError(f"--lower-is-better names {unknown}, which is no --scores column.")
+    check_lower(lower_is_better, columns)
     if output is not None:
         check_run_folder(output, resume=resume)  # before hours of scoring
     judges = with_cache(load_each(rewards, options, load_any_judge, device), cache) if loaded is None else loaded

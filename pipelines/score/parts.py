@@ -245,6 +245,7 @@ def write_scores(path: Path, rows: Sequence[ScoreRow], metadata: Mapping[str, An
 
     columns: dict[str, Any] = dict.fromkeys(ScoreRow.__dataclass_fields__, pyarrow.string())
     columns |= dict.fromkeys(("value", "std"), pyarrow.float64())
+    columns["higher_is_better"] = pyarrow.bool_()
     columns["parts"] = pyarrow.map_(pyarrow.string(), pyarrow.float64())
     table = pyarrow.Table.from_pylist(
         [asdict(row) | {"parts": list(row.parts.items())} for row in rows],

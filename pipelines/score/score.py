@@ -46,6 +46,7 @@ class ScoreRow:
     parts: dict[str, float | None] = field(default_factory=dict)  # Terms of the value
     text: str | None = None  # The judge's explanation, where it writes one
     judge: str = ""  # Provenance: model, revision or fingerprint, and digest of the identity
+    higher_is_better: bool = True
 
 
 def takes_clips(reward: Any) -> bool:
@@ -113,8 +114,8 @@ def _scored(
             is_decoded = takes_decoded(reward) and decoded[index] is not None
             images[index] = decoded[index] if is_decoded else _load(row, label, reward)
         except UserError as error:
-            failure = {"value": None, "unit": reward.unit, "prompt": row.prompt, "reason": str(error)}
-            rows[index] = ScoreRow(image=row.image, reward=label, **failure)
+            about = {"unit": reward.unit, "higher_is_better": reward.higher_is_better, "prompt": row.prompt}
+            rows[index] = ScoreRow(image=row.image, reward=label, value=None, reason=str(error), **about)
     for indices in _split_by_pixels(images, pixels_of_clip if takes_clips(reward) else pixels_of):
         scores = _score(label, reward, [batch[i] for i in indices], [images[i] for i in indices])
         rows |= zip(indices, scores, strict=True)
@@ -191,6 +192,7 @@ def _score(label: str, reward: PointwiseReward, batch: Sequence[ImageRow], image
             parts={name: finite_or_none(part[index]) for name, part in scores.parts.items()},
             text=scores.text[index] if scores.text else None,
             judge=judge,
+            higher_is_better=reward.higher_is_better,
         )
 
 
@@ -216,7 +218,7 @@ def encode_rows(rows: Sequence[ScoreRow], form: str) -> str:
         return "".join(json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in rows)
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
-    names = ("image", "reward", "value", "unit", "std", "reason", "prompt")
+    names = ("image", "reward", "value", "unit", "std", "reason", "prompt", "higher_is_better")
     writer.writerow(names)
     writer.writerows([csv_cell(getattr(row, name)) for name in names] for row in rows)
     return buffer.getvalue()

@@ -74,6 +74,11 @@ def load_each(names: Sequence[str], options: Sequence[str], load: Any, device: s
     return rewards
 
 
+def check_lower(lower_is_better: Sequence[str], columns: Sequence[str]) -> None:
+    if unknown := ", ".join(sorted({*lower_is_better} - {*columns})):
+        raise UserError(f"--lower-is-better names {unknown}, which is no --scores column.")
+
+
 def any_needs_prompt(rewards: Mapping[str, Any]) -> bool:
     return any(reward.capabilities.needs_prompt for reward in rewards.values())
 

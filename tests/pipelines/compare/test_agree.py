@@ -123,14 +123,18 @@ def test_scores_of_several_rewards_as_score_writes_them(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     for level in range(6):
         Image.new("RGB", (8, 8), (9, 40 * level, 9 + 7 * (level % 3))).save(tmp_path / f"{level}.png")
-    names = [word for name in ("saturation", "brightness") for word in ("-r", name)]
-    assert CliRunner().invoke(app, ["score", ".", *names, "-o", "long.csv"]).exit_code == 0
-    scored = CliRunner().invoke(app, ["agree", ".", *names, "-p", "x", "--json"])
+    names = [word for name in ("saturation", "jpeg_size") for word in ("-r", name)]
+    option = ["--option", "jpeg_size.prefer=smaller"]  # a lower value is better
+    assert CliRunner().invoke(app, ["score", ".", *names, *option, "-o", "long.csv"]).exit_code == 0
+    scored = CliRunner().invoke(app, ["agree", ".", *names, *option, "-p", "x", "--json"])
     columns = ["-s" if word == "-r" else word for word in names]
     read = CliRunner().invoke(app, ["agree", "long.csv", *columns, "--json"])
     assert read.exit_code == 0, read.output
     expected, pair = (json.loads(result.stdout)["pairs"][0] for result in (scored, read))
     assert pair["images"] == 6 and pair["overall"] == expected["overall"]
+    (tmp_path / "bare.csv").write_text((tmp_path / "long.csv").read_text().replace("False", ""))
+    read = CliRunner().invoke(app, ["agree", "bare.csv", *columns, "--lower-is-better", "jpeg_size", "--json"])
+    assert json.loads(read.stdout)["pairs"][0]["overall"] == expected["overall"]
     with pytest.warns(UserWarning, match="6 of 12 rows name an image again, which counts once"):
         again = CliRunner().invoke(app, ["agree", "long.csv", *names, "--json"])
     assert json.loads(again.stdout)["set"]["images"] == 6
