@@ -16,12 +16,13 @@ Row = tuple[str, Callable[[Any], Outputs | None], tuple[str, ...], tuple[str, ..
 
 
 def family(rows: tuple[Row, ...], *, exact: bool = False) -> Callable[[Any], Outputs | None]:
-    """The first row that fits the case; with `exact`, the case has no other parameter either."""
+    """The first row that fits the case; with `exact`, the case has no other parameter, and "?" marks optional ones."""
 
     def run(case: Any) -> Outputs | None:
         names = set(case.params)
         for pattern, function, params, inputs in rows:
-            fits = set(params) == names if exact else set(params) <= names
+            needed = {name for name in params if name[0] != "?"}
+            fits = needed <= names and (not exact or names <= {name.removeprefix("?") for name in params})
             if fits and set(inputs) <= set(case.inputs) and re.fullmatch(pattern, case.variant):
                 return function(case)
         return None

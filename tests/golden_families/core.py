@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Golden families of the objective core: advantages, surrogates, aggregation, diffusion losses."""
+"""Golden families of the objective core: advantages, aggregation, diffusion losses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from visalign.core import (
     log_ratio,
     normalise_then_sum,
     ppo_clip,
-    ratio_level,
     row_tokens,
     weighted_sum,
     whiten,
@@ -90,31 +89,6 @@ def _reinforce_baseline(case: Any) -> Outputs:
     return {"advantages": whiten(centred[:, None].expand(mask.shape), mask)}
 
 
-def _ppo(case: Any) -> Outputs | None:
-    """PPO clip per token, or GSPO and LUSPO per sequence; loss and gradient under each mode asked for."""
-    blocks = {"": case.expected} if case.expected else {}
-    blocks |= {key: case.record[key] for key in ("outputs_verl", "outputs_trl") if key in case.record}
-    result: Outputs = {}
-    for key, block in blocks.items():
-        modes = [mode for mode in block if mode in MODES and mode != "group_token_mean"]
-        if not modes:
-            return None
-        empty = "keep" if key == "outputs_trl" else "drop"
-        values = {mode: _ppo_mode(case, mode, empty) for mode in modes}
-        result |= values if not key else {key: values}
-    return result or None
-
-
-def _ppo_mode(case: Any, mode: Any, empty: Any) -> Outputs:
-    new, weight = case.tensor("log_prob").requires_grad_(), case.tensor("mask")
-    ratio = log_ratio(new, case.tensor("old_log_prob"), weight)
-    if case.variant.startswith(("gspo", "luspo")):
-        ratio = ratio_level(ratio, weight, "sequence")
-    bounds = {"eps_low": case.params["eps_low"], "eps_high": case.params["eps_high"]}
-    losses = ppo_clip(ratio, case.tensor("advantages"), **bounds)
-    return gradients(aggregate(losses, weight, mode, count_step(weight, empty=empty)), log_prob=new)
-
-
 def _aggregate(case: Any) -> Outputs:
     loss, weight, group = case.tensor("loss"), case.tensor("mask"), case.inputs["group"]
     counts = count_step(weight, group=group)
@@ -180,10 +154,9 @@ def _guard(case: Any) -> Outputs:
     return {**gradients(loss, mean=mean), "log_ratio": ratio, "ratio": ratio.exp()}
 
 
-CLIP = ("eps_low", "eps_high")
 STEP = ("clip", "adv_clip_max")
 MOVED = ("mean", "mean_old", "noise", "dt", "advantages")
-TOKENS = ("log_prob", "old_log_prob", "advantages", "mask")
+TOKENS = ("log_prob", "old_log_prob", "advantages")
 
 ADVANTAGES: tuple[Row, ...] = (
     (r"trl_(grpo_(group|batch|none)|equal_group)", _group_norm, ("ddof", "eps"), ("rewards", "group")),
@@ -204,17 +177,14 @@ ADVANTAGES: tuple[Row, ...] = (
         ("rewards", "group"),
     ),
 )
-SURROGATES: tuple[Row, ...] = (
-    (r"(trl_)?ppo_clip(_fully_masked_row)?|clip_higher|gspo_(wide|narrow)|luspo", _ppo, CLIP, TOKENS),
-)
 AGGREGATION: tuple[Row, ...] = (
     (r"aggregate", _aggregate, ("L_max",), ("loss", "mask", "group")),
     (r"masked_whiten", _whiten, ("eps",), ("values", "mask")),
 )
 DIFFUSION: tuple[Row, ...] = (
-    (r"flow_grpo_(vec|mat)", _flow_grpo, STEP, ("log_prob", "old_log_prob", "advantages")),
-    (r"flow_grpo_weighted", _flow_grpo, STEP, ("log_prob", "old_log_prob", "advantages", "weights")),
-    (r"flow_grpo_with_kl", _flow_grpo, (*STEP, "beta"), (*TOKENS[:3], "mean", "mean_ref", "s", "dt")),
+    (r"flow_grpo_(vec|mat)", _flow_grpo, STEP, TOKENS),
+    (r"flow_grpo_weighted", _flow_grpo, STEP, (*TOKENS, "weights")),
+    (r"flow_grpo_with_kl", _flow_grpo, (*STEP, "beta"), (*TOKENS, "mean", "mean_ref", "s", "dt")),
     (r"verl_omni_kl", _kl, (), ("mean", "mean_ref", "s")),
     (r"pref_grpo_kl", _kl, (), ("mean", "mean_ref", "std")),
     (r"grpo_guard_(same|mixed)|pref_grpo_rationorm", _guard, STEP, MOVED),
@@ -231,7 +201,6 @@ def _tolerance(case: Any, key: str) -> tuple[float, float, str] | None:
 
 FAMILIES: Mapping[str, Callable[[Any], Outputs | None]] = {
     "A_advantages": family(ADVANTAGES),
-    "B_surrogates": family(SURROGATES),
     "B_value_aggregation": family(AGGREGATION),
     "E_diffusion_losses": family(DIFFUSION),
 }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Golden families of KL, value loss, aggregation of a given matrix, pass@k and best-of-k."""
+"""Golden families of KL, value loss, pass@k and best-of-k."""
 
 from __future__ import annotations
 
@@ -121,30 +121,13 @@ def _value_mode(case: Any, mode: Any, empty: Any, options: Any) -> Outputs:
     return {"loss": loss, "grad_values": _gradient(loss, values)}
 
 
-def _aggregate(case: Any) -> Outputs | None:
-    """A loss matrix without groups or without L; with both, the first family file has it."""
-    modes: Any = [mode for mode in case.expected if _offered(case, mode)]
-    if not modes:
-        return None
-    loss, weight, group = case.tensor("loss"), case.tensor("mask"), case.inputs.get("group")
-    counts = count_step(weight, group=group)
-    tokens = None if group is None else row_tokens(weight, group)
-    return {
-        mode: aggregate(loss, weight, mode, counts, denominator=tokens if mode == "group_token_mean" else None)
-        for mode in modes
-    }
-
-
 KL: tuple[Row, ...] = (
     (".*", _kl, ("estimator",), ("log_prob", "ref_log_prob")),
     (".*", _expected_gradients, (), ("logits", "ref_log_prob")),
     (".*", _pass_at_k, (), ("n", "c", "k")),
     (".*", _best_of_k, (), ("scores",)),
 )
-VALUE: tuple[Row, ...] = (
-    (".*", _value, ("clip",), ("values", "returns", "mask")),
-    (".*", _aggregate, (), ("loss", "mask")),
-)
+VALUE: tuple[Row, ...] = ((".*", _value, ("clip",), ("values", "returns", "mask")),)
 PAPERS: tuple[Row, ...] = (("bon_kl_bound.*", _bound, (), ("N",)),)
 
 

@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.golden_families import Outputs
+from tests.golden_families import Outputs, Row, family
 from visalign.core import velocity_kl
 from visalign.core.regression.groupwise import dgpo_loss
 from visalign.core.regression.losses import level_weight, matching_error, nft_loss, preference_loss, reward_probability
@@ -70,21 +68,14 @@ def _pairs(case: Any) -> Outputs:
     return {"indices": pairs.flatten()}
 
 
-_VARIANTS: tuple[tuple[str, Callable[[Any], Outputs], set[str]], ...] = (
-    (r"nft_(un)?weighted_beta[\d.]+", _nft, {"mix_beta", "adv_clip_max", "ref_kl_coef", "weight_min"}),
-    (r"nft_reward_prob", _probability, {"adv_clip_max"}),
-    (r"nft_old_policy_decay", _decay, set()),
-    (r"awm_\w+", _awm, {"weighting", "power", "dtype"}),
-    (r"diffusion_dpo_beta[\d.]+", _dpo, {"beta", "order", "dtype"}),
-    (r"online_dpo_pairs", _pairs, set()),
+LOSSES: tuple[Row, ...] = (
+    (r"nft_(un)?weighted_beta[\d.]+", _nft, ("mix_beta", "adv_clip_max", "?ref_kl_coef", "?weight_min"), ()),
+    (r"nft_reward_prob", _probability, ("adv_clip_max",), ()),
+    (r"nft_old_policy_decay", _decay, (), ()),
+    (r"awm_\w+", _awm, ("weighting", "power", "?dtype"), ()),
+    (r"diffusion_dpo_beta[\d.]+", _dpo, ("beta", "?order", "?dtype"), ()),
+    (r"online_dpo_pairs", _pairs, (), ()),
 )
-
-
-def _family(case: Any) -> Outputs | None:
-    for pattern, function, allowed in _VARIANTS:
-        if re.fullmatch(pattern, case.variant) and set(case.params) <= allowed:
-            return function(case)
-    return None
 
 
 def _tolerance(case: Any, key: str) -> tuple[float, float, str] | None:
@@ -153,5 +144,9 @@ def _groups(case: Any) -> Outputs | None:
     return outputs | {"grad_model_output": gradient}
 
 
-FAMILIES = {"L_dgpo_selection": _groups, "E_diffusion_losses": _family, "L_sft_weighting": _fine_tuning}
+FAMILIES = {
+    "L_dgpo_selection": _groups,
+    "E_diffusion_losses": family(LOSSES, exact=True),
+    "L_sft_weighting": _fine_tuning,
+}
 TOLERANCES = {"E_diffusion_losses": _tolerance}

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tests.golden_families import Outputs, gradients
+from tests.golden_families import Outputs, Row, family, gradients
 from visalign.core.surrogates.aggregation import MODES, aggregate, count_step
 from visalign.core.surrogates.balance import dro, flow_balance
 from visalign.core.surrogates.forms import gmpo, gradient_keeping_clip, sapo
@@ -135,12 +135,7 @@ AGGREGATIONS["seq_mean"] = "seq_mean_token_mean"
 
 
 def _surrogates(case: Any) -> Outputs | None:
-    if re.match("opsm", case.variant):
-        return _off_policy_mask(case)
-    if re.match("tis_", case.variant):
-        return _truncated(case)
-    form = _form(case)
-    if form is None or not _has(case, (), TOKENS):
+    if (form := _form(case)) is None:
         return None
     blocks = {"": case.expected} if case.expected else {}
     blocks |= {k: case.record[k] for k in ("outputs_verl", "outputs_trl") if k in case.record}
@@ -189,9 +184,7 @@ def _phi(case: Any) -> Tensor:
     return phi.gather(1, (tokens.weight != 0).double().argmax(1, keepdim=True))
 
 
-def _off_policy_mask(case: Any) -> Outputs | None:
-    if not _has(case, ("delta",), TOKENS):
-        return None
+def _off_policy_mask(case: Any) -> Outputs:
     tokens = _tokens(case)
     keep = off_policy_mask(tokens.ratio, tokens.advantage, tokens.weight, delta=case.params["delta"])
     return {"keep": keep.double()}
@@ -199,7 +192,7 @@ def _off_policy_mask(case: Any) -> Outputs | None:
 
 def _truncated(case: Any) -> Outputs | None:
     levels: dict[Any, Any] = {"token": "token", "sequence": "sequence_sum"}
-    if not _has(case, ("C", "level"), ("log_ratio", "mask")) or case.params["level"] not in levels:
+    if case.params["level"] not in levels:
         return None
     level = levels[case.params["level"]]
     weights = importance_weights(
@@ -208,22 +201,7 @@ def _truncated(case: Any) -> Outputs | None:
     return {"weights": weights.value}
 
 
-def _has(case: Any, params: tuple[str, ...], inputs: tuple[str, ...]) -> bool:
-    return set(params) <= set(case.params) and set(inputs) <= set(case.inputs)
-
-
-def _paper_rules(case: Any) -> Outputs | None:
-    if re.match("flowrl", case.variant):
-        return _flowrl(case)
-    if re.match("aepo_clip", case.variant) and _has(case, CLIP, TOKENS[:3]):
-        return _aepo(case)
-    return None
-
-
-def _flowrl(case: Any) -> Outputs | None:
-    needed = ("log_prob", "old_log_prob", "ref_log_prob", "log_z", "reward", "mask")
-    if not _has(case, ("beta", "clip"), needed):
-        return None
+def _flowrl(case: Any) -> Outputs:
     clip = case.params["clip"]
     return {**_balance(case, clip, clip), "outputs_peer": _balance(case, 1.0, float("inf"))}
 
@@ -244,10 +222,7 @@ def _aepo(case: Any) -> Outputs:
     return {"loss_per_token": losses, "grad_of_sum": torch.autograd.grad(losses.sum(), new)[0]}
 
 
-def _flow_dppo(case: Any) -> Outputs | None:
-    needed = ("mean", "mean_old", "x_next", "std", "old_log_prob", "advantages")
-    if case.variant != "flow_dppo" or not _has(case, ("kl_threshold",), needed):
-        return None
+def _flow_dppo(case: Any) -> Outputs:
     mean, std, limit = case.tensor("mean").requires_grad_(), case.tensor("std"), case.params["kl_threshold"]
     new = gaussian_log_prob(case.tensor("x_next"), mean, std, log_prob_reduction="mean")
     ratio = log_ratio(new, case.tensor("old_log_prob"))
@@ -258,8 +233,20 @@ def _flow_dppo(case: Any) -> Outputs | None:
     return {**gradients(loss, mean=mean), "kl": kl, "ratio": ratio.exp()}
 
 
+SURROGATES: tuple[Row, ...] = (
+    (r"opsm.*", _off_policy_mask, ("delta",), TOKENS),
+    (r"tis_.*", _truncated, ("C", "level"), ("log_ratio", "mask")),
+    (r".*", _surrogates, (), TOKENS),
+)
+BALANCE = ("log_prob", "old_log_prob", "ref_log_prob", "log_z", "reward", "mask")
+PAPERS: tuple[Row, ...] = (
+    (r"flowrl.*", _flowrl, ("beta", "clip"), BALANCE),
+    (r"aepo_clip.*", _aepo, CLIP, TOKENS[:3]),
+)
+MOVED = ("mean", "mean_old", "x_next", "std", "old_log_prob", "advantages")
+STEPS: tuple[Row, ...] = ((r"flow_dppo", _flow_dppo, ("kl_threshold",), MOVED),)
 FAMILIES: Mapping[str, Callable[[Any], Outputs | None]] = {
-    "B_surrogates": _surrogates,
-    "E_diffusion_losses": _flow_dppo,
-    "H_paper_rules": _paper_rules,
+    "B_surrogates": family(SURROGATES),
+    "E_diffusion_losses": family(STEPS),
+    "H_paper_rules": family(PAPERS),
 }

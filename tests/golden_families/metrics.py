@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from scipy import stats
 
-from tests.golden_families import Outputs
+from tests.golden_families import Outputs, Row, family
 from visalign.evaluation.statistics.agreement import policy_credit
 from visalign.evaluation.statistics.calibration import both_sides, brier, nll, reliability
 from visalign.evaluation.statistics.correlations import kendall, plcc, rmse, srcc
@@ -120,22 +119,12 @@ def _pickscore(case: Any) -> Outputs:
     return {"accuracy": accuracies}
 
 
-_BY_INPUTS: tuple[tuple[set[str], Callable[[Any], Outputs | None]], ...] = (
-    ({"rewards"}, _bounds),
-    ({"members"}, _ensemble),
-    ({"x", "y"}, _correlations),
-    ({"prob", "label"}, _binary),
-    ({"prediction", "ground_truth"}, _ranking),
-    ({"prob0", "label0", "thresholds"}, _pickscore),
+METRICS: tuple[Row, ...] = (
+    (".*", _bounds, (), ("rewards",)),
+    (".*", _ensemble, (), ("members",)),
+    (".*", _correlations, (), ("x", "y")),
+    (".*", _binary, (), ("prob", "label")),
+    (".*", _ranking, (), ("prediction", "ground_truth")),
+    (".*", _pickscore, (), ("prob0", "label0", "thresholds")),
 )
-
-
-def metrics(case: Any) -> Outputs | None:
-    """Distinguished by the inputs, whatever the case's name."""
-    for names, function in _BY_INPUTS:
-        if names <= set(case.inputs):
-            return function(case)
-    return None
-
-
-FAMILIES = {"G_metrics": metrics}
+FAMILIES = {"G_metrics": family(METRICS)}

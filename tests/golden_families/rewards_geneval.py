@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.golden_families import Outputs, Row, family
 from visalign.rewards.verifiers.geneval_rules import Detected, box_iou, judge, relative_position
 from visalign.rewards.verifiers.ocr import text_score
 
@@ -13,23 +14,17 @@ def _boxes(case: Any) -> list[tuple[Any, Any]]:
     return list(zip(case.inputs["box_a"], case.inputs["box_b"], strict=True))
 
 
-def _iou(case: Any) -> dict[str, Any] | None:
-    if case.params:
-        return None
+def _iou(case: Any) -> Outputs:
     return {"iou": [box_iou(a, b) for a, b in _boxes(case)]}
 
 
-def _relations(case: Any) -> dict[str, Any] | None:
-    if set(case.params) != {"position_threshold"}:
-        return None
+def _relations(case: Any) -> Outputs:
     threshold = case.params["position_threshold"]
     relations = [relative_position(a, b, threshold=threshold) for a, b in _boxes(case)]
     return {"relations": [sorted(names) for names in relations]}
 
 
-def _evaluate(case: Any) -> dict[str, Any] | None:
-    if set(case.params) != {"position_threshold"}:
-        return None
+def _evaluate(case: Any) -> Outputs:
     threshold = case.params["position_threshold"]
     verdicts = []
     for objects, record in zip(case.inputs["objects"], case.inputs["metadata"], strict=True):
@@ -41,9 +36,7 @@ def _evaluate(case: Any) -> dict[str, Any] | None:
     return {"correct": [v.correct for v in verdicts], "strict_correct": [v.strict for v in verdicts]}
 
 
-def _ocr(case: Any) -> dict[str, Any] | None:
-    if case.params:
-        return None
+def _ocr(case: Any) -> Outputs:
     pairs = list(zip(case.inputs["target"], case.inputs["recognised"], strict=True))
 
     def column(rule: str, failure: Any) -> list[Any]:
@@ -58,16 +51,10 @@ def _ocr(case: Any) -> dict[str, Any] | None:
     }
 
 
-def reward_rules(case: Any) -> dict[str, Any] | None:
-    """By what the inputs are: two boxes, objects with records, or texts."""
-    names = set(case.inputs)
-    if names == {"box_a", "box_b"}:
-        return _relations(case) if "position_threshold" in case.params else _iou(case)
-    if {"objects", "metadata"} <= names:
-        return _evaluate(case)
-    if names == {"target", "recognised"}:
-        return _ocr(case)
-    return None
-
-
-FAMILIES = {"G_reward_rules": reward_rules}
+RULES: tuple[Row, ...] = (
+    (".*", _iou, (), ("box_a", "box_b")),
+    (".*", _relations, ("position_threshold",), ("box_a", "box_b")),
+    (".*", _evaluate, ("position_threshold",), ("objects", "metadata")),
+    (".*", _ocr, (), ("target", "recognised")),
+)
+FAMILIES = {"G_reward_rules": family(RULES, exact=True)}
