@@ -13,7 +13,7 @@ from tests.adapters.causal_lm.test_chat_families import FAMILIES
 from tests.support.models.language import tiny_model, tiny_tokenizer
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.errors import UserError
-from visalign.interfaces import ToolCompletion
+from visalign.interfaces import ToolCompletion, policy_text
 from visalign.rewards.catalogue import load_text_reward
 from visalign.rewards.text.callables import TextFunctionReward
 from visalign.rewards.text.classifier import spelled_out
@@ -109,9 +109,9 @@ class Scripted:
         )  # fmt: skip
 
 
-def played(*turns: str, records: Any = (), **use: Any) -> tuple[TextRollout, Scripted]:
+def played(*turns: str, records: Any = (), template: str = TEMPLATE, **use: Any) -> tuple[TextRollout, Scripted]:
     tokenizer = FAMILIES["Qwen3"].tokenizer()
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = template
     encoder = PromptEncoder(tokenizer, plain_as_chat=True)
     engine = Scripted(encoder, *(f"{turn}<|im_end|>" for turn in turns))
     conversations = ChatTurns(encoder, EnvironmentUse(name="mine", **use), records)
@@ -163,6 +163,14 @@ def test_wrong_calls_are_answered_and_several_too(turn, answer, valid) -> None:
     assert answer in rollout.text[0]
     terms: Any = {"tool_calls": (load_text_reward("tool_calls", most=2), 1.0)}
     assert WeightedTextSum(terms).score(rollout.text, rollout.prompt).value.tolist() == [valid / 2]
+
+
+@pytest.mark.parametrize(("answer", "seen"), [("No blank", "2 3"), ("None", "23")])
+def test_end_tokens_reach_no_reward_where_a_template_writes_no_blanks(answer, seen) -> None:
+    game = type("Game", (Game,), {"step": lambda self, text: (answer, 1.0, "3" in text)})
+    rollout, engine = played("2", "3", factory=game, template=TEMPLATE.replace("\n", ""))
+    assert policy_text(rollout.text[0]) == seen and "<|im_end|>" in rollout.text[0]
+    assert spelled_out(engine.encoder.tokenizer, seen) is None
 
 
 def test_methods_of_an_environment_are_tools_and_its_reward_is_read() -> None:

@@ -7,6 +7,7 @@ only. The policy's own generator draws the turns, so a server gives the same com
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -269,8 +270,8 @@ class ToolPolicy:
     def _answer_spans(self, sample: _Sample, *, for_rewards: bool = False) -> tuple[tuple[int, int], ...]:
         """(begin, end) characters of the text that the tool wrote.
 
-        `for_rewards`, which may refuse special tokens, a turn's end token belongs to the answer behind it, and the
-        blanks before the next turn do not.
+        `for_rewards`, which may refuse special tokens, a turn's end token belongs to the answer behind it. The blanks
+        before the next turn do not, or else one blank of the answer, so that the words of two turns stay apart.
         """
         edges, inside, ids, spans = list[int](), False, sample.ids(), list[tuple[int, int]]()
         for position, drawn in enumerate([*(bool(token.loss_mask) for token in sample.tokens), True]):
@@ -280,8 +281,11 @@ class ToolPolicy:
             begin, text = len(self._text(ids[:first])), self._text(ids[:last])
             end = len(text)
             blanks = end - max(begin, len(text.rstrip()))
-            if for_rewards and isinstance(self.use, ChatTurns) and (blanks or last == len(ids)):
+            if for_rewards and isinstance(self.use, ChatTurns):
                 begin, end = len(self._text(ids[: first - 1])), end - blanks
+                blank = None if blanks or last == len(ids) else re.search(r"\s", text[begin:end])
+                if blank is not None:
+                    spans, begin = [*spans, (begin, begin + blank.start())], begin + blank.end()
             spans += [(begin, end)] * (begin < end)
         return tuple(spans)
 

@@ -12,7 +12,7 @@ import pytest
 from visalign.data.sets.columns import Columns, parse_map, read_table
 from visalign.data.sets.prompt_files import load_prompts
 from visalign.data.sets.records import PreferenceSet, QualitySet
-from visalign.data.sets.sources import join_scores, load_preferences, load_quality, load_source
+from visalign.data.sets.sources import from_dataframe, join_scores, load_preferences, load_quality, load_source
 from visalign.data.sets.tables import read_rows
 from visalign.errors import UserError
 from visalign.pipelines.score.parts import Part, ScoringOptions, read_part
@@ -183,6 +183,27 @@ def test_scores_of_chosen_and_rejected_follow_their_sides(tmp_path: Path) -> Non
     assert all((pair.extra["r_left"] > pair.extra["r_right"]) == (pair.label == 1.0) for pair in pairs)
 
 
+@pytest.mark.parametrize("write", ["to_csv", "to_excel", "to_parquet", "to_json"])
+def test_empty_cells_are_alike_in_all_formats(tmp_path: Path, write: str) -> None:
+    pandas, names = pytest.importorskip("pandas"), {"prompt": "caption", "mos": "score"}
+    cells = [("1.png", "old", "new", 1, 3), ("2.png", None, "newer", 2, 4), ("3.png", "older", None, 3, None)]
+    frame = pandas.DataFrame(cells, columns=["image", "prompt", "caption", "mos", "score"])
+    path = tmp_path / f"a.{ {'to_excel': 'xlsx', 'to_json': 'json'}.get(write, write[3:]) }"
+    getattr(frame, write)(path, **({"orient": "records"} if write == "to_json" else {"index": False}))
+    with pytest.raises(UserError, match=r"row \d has an empty 'caption', which data.map.prompt"):
+        load_prompts(path, names={"prompt": "caption"})
+    with pytest.raises(UserError, match=r"row \d needs a .prompt. that is text"):
+        load_prompts(path)
+    assert [row.get("prompt") for _, row in read_table(path, names)] == ["new", "newer", None]
+    assert [row.get("prompt") for _, row in read_table(path, {})] == ["old", None, "older"]
+    for load in (
+        lambda **options: load_source(str(path), **options),
+        lambda **options: from_dataframe(frame, **options),
+    ):
+        with pytest.raises(UserError, match=r"Row \d of .*'mos' is None"):
+            load(columns=Columns(names={"mos": "score"}))
+
+
 def test_an_empty_cell_is_not_filled_from_another_column(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text(
         "image,prompt,caption,text\n1.png,old,new,SALE\n2.png,older,,SALE\n3.png,,new,SALE\n"
@@ -191,10 +212,6 @@ def test_an_empty_cell_is_not_filled_from_another_column(tmp_path: Path) -> None
     rows = list(read_part(part, ScoringOptions(rewards=[], names={"prompt": "caption"})))
     assert [row.prompt for row in rows] == ["new", "", "new"] and "prompt" in str(rows[1].reason)
     assert [row.prompt for row in read_part(part, ScoringOptions(rewards=[]))] == ["old", "older", ""]
-    with pytest.raises(UserError, match=r"row 3 has no field 'caption', which data.map.prompt"):
-        load_prompts(str(tmp_path / "a.csv"), names={"prompt": "caption"})
-    with pytest.raises(UserError, match=r"row 4 needs a .prompt. that is text"):
-        load_prompts(str(tmp_path / "a.csv"))
     (tmp_path / "b.csv").write_text("path,file_name,Prompt,text\n1.png,2.png,old,SALE\n,3.png,,SALE\n")
     part = Part(source=tmp_path / "b.csv", output="b")
     assert [row.prompt for row in read_part(part, ScoringOptions(rewards=[]))] == ["old", ""]

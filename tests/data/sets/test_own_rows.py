@@ -12,6 +12,7 @@ import pytest
 from visalign.data.sets.completion_files import load_pairs, load_votes
 from visalign.data.sets.prompt_files import load_demonstrations, load_prompts
 from visalign.data.sets.tables import read_rows
+from visalign.data.sets.text_rows import refer_to_texts, text_prompt
 from visalign.errors import UserError
 
 ASKED, RIGHT, WRONG = (
@@ -55,7 +56,7 @@ def test_prompts_may_be_conversations_for_language_models_alone(tmp_path):
     [
         {"messages": [ASKED, RIGHT]},
         {"messages": [ASKED, RIGHT, {"role": "user", "content": "thanks!"}]},
-        {"prompt": [ASKED], "completion": [RIGHT]},
+        {"prompt": [ASKED], "completion": [{**RIGHT, "content": [{"type": "text", "text": "a"}]}]},
         {"prompt": [ASKED], "completion": "a"},
         {"question": [ASKED], "solution": [RIGHT]},
     ],
@@ -85,7 +86,7 @@ def test_only_words_of_the_assistant_are_demonstrations(tmp_path, answer, messag
     ("row", "record"),
     [
         ({"messages": [ASKED]}, {"prompt": [ASKED]}),
-        ({"messages": [ASKED, RIGHT]}, {"prompt": [ASKED], "answer": "a"}),
+        ({"messages": [ASKED, {**RIGHT, "content": ["a"]}]}, {"prompt": [ASKED], "answer": "a"}),
         ({"messages": [ASKED, RIGHT], "answer": "7"}, {"prompt": [ASKED], "answer": "7"}),
         (
             {"conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": "a"}]},
@@ -123,8 +124,9 @@ CALLED = json.dumps({"name": "add", "arguments": {"a": 1}})
             [ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "2"}],
         ),
         ({"prompt": [DEVELOPER, ASKED], "answer": "a"}, [SYSTEM, ASKED]),
+        ({"prompt": turns(("human", "?")), "system": "D", "answer": "a"}, [SYSTEM, ASKED]),
     ],
-    ids=["system-column", "developer", "function-call", "prompt"],
+    ids=["system-column", "developer", "function-call", "prompt", "system-of-prompt"],
 )  # fmt: skip
 def test_roles_of_other_programs_are_those_of_chat_templates(tmp_path, row, prompt):
     path = write(tmp_path / "rows.jsonl", [row])
@@ -132,9 +134,11 @@ def test_roles_of_other_programs_are_those_of_chat_templates(tmp_path, row, prom
     assert load_prompts(path, chat=True)[0]["prompt"] == prompt
 
 
-def test_roles_of_pairs_are_those_of_chat_templates(tmp_path):
-    path = write(tmp_path / "rows.jsonl", [{"prompt": [DEVELOPER, ASKED], "chosen": "a", "rejected": "b"}])
-    assert load_pairs(path).records[0]["prompt"] == [SYSTEM, ASKED]
+@pytest.mark.parametrize("form", [list, json.dumps])
+def test_roles_of_pairs_are_those_of_chat_templates(tmp_path, form):
+    row = {"prompt": form([DEVELOPER, ASKED]), "chosen": "a", "rejected": "b"}
+    assert load_pairs(write(tmp_path / "rows.jsonl", [row])).records[0]["prompt"] == [SYSTEM, ASKED]
+    assert text_prompt(refer_to_texts(row)["prompt"]) == [SYSTEM, ASKED]
 
 
 @pytest.mark.parametrize(
@@ -155,10 +159,17 @@ def test_roles_that_no_template_reads_are_refused(tmp_path, load, role, text, me
         load(write(tmp_path / "rows.jsonl", [{"conversations": turns(("human", "?"), (role, text), ("gpt", "a"))}]))
 
 
-@pytest.mark.parametrize("load", [load_demonstrations, lambda path: load_prompts(path, chat=True)])
-def test_a_column_of_tools_does_not_reach_the_model(tmp_path, load):
-    path = write(tmp_path / "rows.jsonl", [{"messages": [ASKED, RIGHT], "tools": [{"type": "function"}]}])
-    with pytest.warns(UserWarning, match="1 conversations have a column 'tools', which the model does not see"):
+@pytest.mark.parametrize("load", [load_demonstrations, lambda path: load_prompts(path, chat=True), load_pairs])
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [
+        ({"prompt": [ASKED], "tools": [{"type": "function"}]}, "1 conversations have a column 'tools'"),
+        ({"prompt": "?", "system": "D"}, "1 plain prompts have a column 'system'"),
+    ],
+)
+def test_columns_that_do_not_reach_the_model_are_named(tmp_path, load, row, column):
+    path = write(tmp_path / "rows.jsonl", [{**row, "answer": "a", "chosen": "a", "rejected": "b"}])
+    with pytest.warns(UserWarning, match=f"{column}, which the model does not see"):
         load(path)
 
 

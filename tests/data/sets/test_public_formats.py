@@ -99,7 +99,9 @@ def captions(tmp_path):
 @pytest.mark.filterwarnings("ignore:1 of 3 images have no caption")
 def test_prompts_of_images(tmp_path, name, content):
     source = save(tmp_path / name, content) if name else content(tmp_path)
-    assert [record["prompt"] for record in load_prompts(source)] == ["a cat", "a dog"]
+    prompts = [record["prompt"] for record in load_prompts(source)]
+    assert name or prompts == [row.prompt for row in image_rows([source / "a.png", source / "b.png"])]
+    assert [" ".join(prompt.split()) for prompt in prompts] == ["a cat", "a dog"]
 
 
 def test_a_folder_without_captions_is_refused(tmp_path):

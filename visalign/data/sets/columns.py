@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from visalign.errors import UserError, excerpt, suggestion
 
 from .image_references import TEXT, refer_to_images
 from .records import PreferencePair, QualityRecord
-from .tables import NumberedRows, Row, column_names, listed, nearest_first, plain_name, read_rows, without_substitutes
+from .tables import NumberedRows, Row, column_names, listed, nearest_first, plain_name, read_cells, table_header
 from .text_rows import PAIR, pair_answers, refer_to_texts
 
 SIDES = {"left": 1.0, "right": 0.0, "tie": 0.5}  # Word for a label -> share for the left image
@@ -116,17 +115,17 @@ def parse_scores(items: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def rename_columns(path: Any, row: Row, names: Mapping[str, str]) -> Row:
-    """Rename a row's columns to ours; other columns stay."""
+    """Rename a row's columns to ours, also where the cell is empty (None); other columns stay."""
+    absent = {theirs for theirs in names.values() if theirs not in row}
+    row = dict.fromkeys(absent & {*table_header(path)} if absent else ()) | row  # an empty cell is there
     for ours, theirs in names.items():
         if theirs not in row and ours in _REQUIRED and theirs not in (columns := column_names(path, row)):
             raise UserError(
                 f"'{path}' has no column {theirs!r}, which --map {ours}={theirs} names. "
                 f"{suggestion(theirs, columns)}Found: {listed(nearest_first(theirs, columns), limit=20)}."
             )
-    unnamed = {
-        name: value for name, value in without_substitutes(path, row, names).items() if name not in names.values()
-    }
-    return unnamed | {ours: row[theirs] for ours, theirs in names.items() if theirs in row}
+    renamed = {ours: row[theirs] for ours, theirs in names.items() if theirs in row}
+    return {name: value for name, value in row.items() if name not in names.values()} | renamed
 
 
 def usual_names(row: Row, names: Mapping[str, str], *, is_judged: bool) -> dict[str, str]:
@@ -142,13 +141,13 @@ def usual_names(row: Row, names: Mapping[str, str], *, is_judged: bool) -> dict[
 
 
 def names_of_rows(
-    rows: NumberedRows, names: Mapping[str, str], columns: Iterable[str] = (), *, is_judged: bool = False
+    rows: NumberedRows, names: Mapping[str, str], *, is_judged: bool
 ) -> Iterator[tuple[int, Row, dict[str, str]]]:
-    """Find the `usual_names` of each numbered row; a judgement stands in one column of all rows, of `columns` first.
+    """Find the `usual_names` of each numbered row; a judgement stands in one column of all rows.
 
-    An empty cell of it is therefore not filled from another column.
+    A row that lacks it is therefore not filled from another column.
     """
-    header, judgements = dict.fromkeys(columns), dict[str, str]()
+    header, judgements = Row(), dict[str, str]()
     for number, row in rows:
         if is_judged and (not judgements or row.keys() - header.keys()):
             header |= dict.fromkeys(row)
@@ -162,28 +161,15 @@ def names_of_rows(
 
 def read_table(path: str | Path, names: Mapping[str, str], *, is_judged: bool = False) -> NumberedRows:
     """Read the numbered rows of a table with our column names, and with references for images inside it."""
-    rows = read_rows(path)
-    number, first = next(rows, (0, {}))
-    header = column_names(path, first) if number else []
-    is_text = Path(path).suffix.lower() in (".csv", ".tsv")
-    rows_with_names = names_of_rows(
-        chain([(number, first)] if number else [], rows), names, header, is_judged=is_judged
-    )
-    for number, row, columns in rows_with_names:
+    has_text_cells = Path(path).suffix.lower() in (".csv", ".tsv", ".xlsx")  # where no text is an empty one
+    for number, row, columns in names_of_rows(read_cells(path), names, is_judged=is_judged):
         renamed = rename_columns(path, row, columns)
-        if is_text:
-            renamed = _with_empty_texts(renamed, header, columns)
-        for pair in pair_answers(number, renamed):
-            yield number, refer_to_texts(refer_to_images(path, number, pair, columns))
-
-
-def _with_empty_texts(row: Row, header: Collection[str], columns: Mapping[str, str]) -> Row:
-    """Add the empty completions of a row of CSV, whose cells are left out; `columns` are our names -> the table's."""
-    other_use = {theirs for ours, theirs in columns.items() if theirs != ours}
-    texts = [n for n in ("completion", *PAIR) if columns.get(n, n) in header and (n in columns or n not in other_use)]
-    if not row.keys().isdisjoint(PAIR):
-        return dict.fromkeys((name for name in texts if name in PAIR), "") | row
-    return {"completion": ""} | row if "completion" in texts and row.keys().isdisjoint(IMAGES) else row
+        filled = {name: value for name, value in renamed.items() if value is not None}
+        texts = PAIR if filled.keys() & {*PAIR} else () if filled.keys() & {*IMAGES} else ("completion",)
+        if has_text_cells:
+            filled = dict.fromkeys((name for name in texts if name in renamed), "") | filled
+        for pair in pair_answers(number, filled):
+            yield number, refer_to_texts(refer_to_images(path, number, pair, columns), f"Row {number} of '{path}'")
 
 
 def fill_images(number: int, row: Row) -> Row:

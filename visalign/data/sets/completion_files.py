@@ -17,7 +17,7 @@ from visalign.errors import UserError, excerpt
 
 from .columns import parse_bool, rename_columns
 from .hub_datasets import find_table
-from .prompt_files import is_prompt, read_messages, with_answer
+from .prompt_files import is_prompt, read_conversation, warn_of_unread, with_answer
 from .tables import listed, read_rows, require_columns
 from .text_rows import completion_text, split_pair
 
@@ -147,7 +147,7 @@ def _read(
     path = find_table(path)
     for number, row in read_rows(path):
         row = split_pair(rename_columns(path, row, names or {}))
-        row = _scored_list(row) if RANKED in layouts else row
+        row = read_conversation(_scored_list(row) if RANKED in layouts else row, f"Row {number} of '{path}'")
         if not rows:
             columns = next((layout for layout in layouts if set(layout) <= set(row)), layouts[0])
         require_columns(path, row, ("prompt", *columns), purpose=f"{purpose} (or prompt with {alternatives})")
@@ -170,13 +170,12 @@ def _read(
                 "a list of messages, a completion a text or a list of one message, a reward a number"
                 f"{', completions and scores are lists of equal length' if columns == RANKED else ''}."
             )
-        if isinstance(row["prompt"], list):
-            values["prompt"] = read_messages(row["prompt"], f"Row {number} of '{path}'")
         unread = {*PAIR, *RANKED, *SCORED, *VOTE} - {*columns}  # columns of other layouts
         record = {**{k: v for k, v in row.items() if k not in unread}, **values}
         rows.append((number, record))
     if not rows:
         raise UserError(f"'{path}' holds no row.")
+    warn_of_unread(f"'{path}'", [record for _, record in rows])
     return rows
 
 

@@ -23,7 +23,7 @@ from visalign.interfaces import is_message
 
 from .hub_datasets import FORMS, find_table
 from .image_references import refer_to_images
-from .tables import READERS, csv_header, listed, nearest_first, plain_name, read_rows, without_substitutes
+from .tables import READERS, listed, nearest_first, plain_name, read_cells
 
 Record = dict[str, Any]
 
@@ -173,7 +173,7 @@ def load_prompts(
     if not records:
         raise UserError(f"{name} holds no prompt; it needs at least one.")
     if chat:
-        _warn_of_tools(name, [record for _, record in records.values()])
+        warn_of_unread(name, [record for _, record in records.values()])
     if blank or repeated:
         warnings.warn(f"{name}: skipped {blank} blank lines and {repeated} repeated prompts.", stacklevel=2)
     if edits != "none":
@@ -203,24 +203,22 @@ def _numbered_prompts(
 def _records(path: Path, name: str, names: Mapping[str, str]) -> Iterator[tuple[str, int, Record]]:
     """Read (where, number, record) of a table; images inside a Parquet file become references."""
     kind = "line" if path.suffix.lower() == ".jsonl" else "row"
-    prompt = next((column for column in csv_header(path) if plain_name(column) == "prompt"), None)
-    substitutes = [name for names in _PROMPTS.values() for name in names]
-    for number, row in read_rows(path):
-        if prompt is not None and prompt not in row:
-            row = {key: cell for key, cell in row.items() if plain_name(key) not in substitutes}
-        cells = refer_to_images(path, number, without_substitutes(path, row, names), {}).items()
-        yield f"{name} {kind} {number}", number, {key: cell for key, cell in cells if not isinstance(cell, bytes)}
+    for number, row in read_cells(path):
+        empty = [key for key, cell in row.items() if cell is None]
+        needed = {key: None for key in empty if key in names.values() or plain_name(key) == "prompt"}
+        cells = refer_to_images(path, number, row, {}) | needed  # so that no other column stands in for them
+        yield f"{name} {kind} {number}", number, {k: cell for k, cell in cells.items() if not isinstance(cell, bytes)}
 
 
 def _read_captions(folder: Path) -> list[str]:
-    """Read the captions of the images in a folder and below, which lie next to them under the same name."""
+    """Read the captions of the images in a folder and below: text files of the same name, blank ends stripped."""
     images = [path for path in sorted(folder.rglob("*")) if _image_name(path.name)]
     files = [next(filter(Path.is_file, map(path.with_suffix, CAPTIONS)), None) for path in images]
-    captions = [" ".join(" ".join(_read_lines(file, f"'{file}'")).split()) for file in files if file is not None]
+    captions = ["" if file is None else "\n".join(_read_lines(file, f"'{file}'")).strip() for file in files]
     if not any(captions):
         where = "cat.png has its caption in cat.txt or cat.caption; or give a table of captions"
         raise UserError(f"the folder '{folder}' holds {len(images)} images and no captions: {where}.")
-    if missing := [path.name for path, file in zip(images, files, strict=True) if file is None]:
+    if missing := [path.name for path, caption in zip(images, captions, strict=True) if not caption]:
         warnings.warn(f"{len(missing)} of {len(images)} images have no caption: {listed(missing)}.", stacklevel=2)
     return list(filter(None, captions))
 
@@ -278,7 +276,7 @@ def load_demonstrations(
     A prompt is a text, or a conversation: a list of messages with "role" and "content". The completion is in
     the field; None is the first of `COMPLETIONS` that a record has. It is a text, or a list of one message. Of a
     record with "messages" (or ShareGPT's "conversations") and no prompt the assistant's last message is the
-    completion; messages behind it are left out. A "system" column is its first message if it has no system message.
+    completion; messages behind it are left out. A "system" column is a conversation's first message if it has none.
     """
     table, name = find_table(path), f"file of demonstrations '{path}'"
     if table.suffix.lower() not in READERS or not table.is_file():
@@ -289,20 +287,22 @@ def load_demonstrations(
         records.append(with_completion(record, where, field))
     if not records:
         raise UserError(f"{name} has no record; it needs at least one line such as {EXAMPLE}.")
-    _warn_of_tools(name, records)
+    warn_of_unread(name, records)
     return records
 
 
-def _warn_of_tools(name: str, records: Sequence[Record]) -> None:
-    """Warn of conversations with a column of tools: chat templates get those of an environment alone."""
-    if count := sum(
-        isinstance(record["prompt"], list) and bool(_parse_text(record.get("tools"))) for record in records
-    ):
-        warnings.warn(
-            f"{name}: {count} conversations have a column 'tools', which the model does not see. Describe the tools "
-            "in a system message, or give them as rollout.environment where the policy calls them.",
-            stacklevel=3,
-        )
+def warn_of_unread(name: str, records: Sequence[Record]) -> None:
+    """Warn of columns that do not reach a language model: "tools" of conversations, "system" of plain prompts."""
+    unread = {
+        ("conversations", "tools"): "Describe the tools in a system message, or give them as rollout.environment "
+        "where the policy calls them.",
+        ("plain prompts", "system"): "Give each prompt as messages, the first of the role system.",
+    }
+    for (kind, column), remedy in unread.items():
+        of_kind = [record for record in records if isinstance(record["prompt"], list) == (kind == "conversations")]
+        if count := sum(bool(_parse_text(record.get(column))) for record in of_kind):
+            message = f"{name}: {count} {kind} have a column '{column}', which the model does not see. {remedy}"
+            warnings.warn(message, stacklevel=3)
 
 
 def with_completion(record: Mapping[str, Any], where: str, field: str | None = None) -> Record:
@@ -369,6 +369,10 @@ def _check_prompt(
 ) -> Record:
     """Return a record, its fields renamed, whose prompt is a text, or with `chat` perhaps a list of messages."""
     for ours, theirs in names.items():
+        if theirs in fields and fields[theirs] is None:
+            raise UserError(
+                f"{where} has an empty {theirs!r}, which data.map.{ours} (--map) names. Fill or remove it."
+            )
         if theirs not in fields and ours not in fields:
             raise UserError(
                 f"{where} has no field {theirs!r}, which data.map.{ours} (--map) names. "
@@ -379,9 +383,7 @@ def _check_prompt(
     plain = {plain_name(name): name for name in result}
     if usual := [plain[name] for name in ("prompt", *_PROMPTS[chat]) if name in plain and "prompt" not in result]:
         result["prompt"] = result.pop(usual[0])
-    if chat and is_prompt(conversation := _parse_text(result.get("prompt"))):
-        is_list = isinstance(conversation, list)  # CSV holds it as JSON
-        result["prompt"] = read_messages(conversation, where) if is_list else conversation
+    result = read_conversation(result, where) if chat else result
     prompt = result.get("prompt")
     if not is_prompt(prompt) or not (chat or isinstance(prompt, str)):
         got = "an empty one" if "prompt" in result else f"the fields {listed(list(fields), limit=20) or 'none'}"
@@ -395,10 +397,12 @@ def _check_prompt(
 
 
 def message_text(value: Any) -> Any:
-    """Return the content of a list of one message; other values as they are."""
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
-        return value[0].get("content")
-    return value
+    """Return the content of a list of one message, text parts joined; other values as they are."""
+    if not (isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict)):
+        return value
+    content = value[0].get("content")
+    parts = [p.get("text") if isinstance(p, dict) else p for p in content] if isinstance(content, list) else [None]
+    return "\n\n".join(parts) if all(isinstance(part, str) for part in parts) else content
 
 
 def _asked(record: Record, where: str) -> Record:
@@ -406,7 +410,7 @@ def _asked(record: Record, where: str) -> Record:
     fields, messages = _split_messages(record, where)
     if not messages:
         return record
-    answer = {"answer": messages.pop().get("content")} if _is_answer(messages[-1]) else {}
+    answer = {"answer": message_text([messages.pop()])} if _is_answer(messages[-1]) else {}
     return {**answer, **fields, "prompt": messages}
 
 
@@ -431,14 +435,26 @@ def _is_answer(message: Any) -> bool:
 def _split_messages(record: Record, where: str) -> tuple[Record, list[Record]]:
     """Split a record without a prompt into its other fields and its conversation; no messages where it has none."""
     name = next((name for name in ("messages", "conversations") if _parse_text(record.get(name))), None)
-    conversation = _parse_text(record[name]) if name and "prompt" not in record else None
+    conversation = _parse_text(record[name]) if name and record.get("prompt") is None else None
     if not isinstance(conversation, list):
         return record, []
-    messages = read_messages(conversation, where)
-    fields = {key: value for key, value in record.items() if key != name}
-    if fields.get("system") and all(message["role"] != "system" for message in messages):
-        messages.insert(0, {"role": "system", "content": fields.pop("system")})
-    return fields, messages
+    return {key: value for key, value in record.items() if key != name}, read_messages(conversation, where)
+
+
+def read_conversation(record: Record, where: str) -> Record:
+    """Read a prompt that is a conversation, or its JSON text, with the record's "system"; other records stay."""
+    messages = _parse_text(record.get("prompt"))
+    if not isinstance(messages, list) or not all(is_message(m) or _is_turn(m) for m in messages) or not messages:
+        return record
+    messages, rest = read_messages(messages, where), dict(record)
+    if rest.get("system") and all(message["role"] != "system" for message in messages):
+        messages.insert(0, {"role": "system", "content": rest.pop("system")})
+    return {**rest, "prompt": messages}
+
+
+def _is_turn(message: Any) -> bool:
+    """Check for a message of ShareGPT's form."""
+    return isinstance(message, Mapping) and {"from", "value"} <= message.keys()
 
 
 def read_messages(messages: Iterable[Any], where: str) -> list[Record]:
@@ -452,7 +468,7 @@ def read_messages(messages: Iterable[Any], where: str) -> list[Record]:
 
 def _read_message(message: Any, where: str) -> Record:
     fields = dict(message) if isinstance(message, Mapping) else {}
-    if {"from", "value"} <= fields.keys():
+    if _is_turn(message):
         fields = {"role": fields["from"], "content": fields["value"]}
     if (role := str(fields.get("role"))) not in _ROLES:
         raise UserError(

@@ -122,16 +122,12 @@ def from_dataframe(
         value = cell.tolist() if hasattr(cell, "tolist") else cell
         return None if value is None or value != value else value  # NaN and NaT are missing
 
-    rows = (
-        {str(key): value for key, cell in row.items() if (value := plain(cell)) is not None}
-        for row in frame.to_dict("records")
-    )
+    rows = ({str(key): plain(cell) for key, cell in row.items()} for row in frame.to_dict("records"))
     columns = columns or Columns()
-    rows_with_names = names_of_rows(
-        enumerate(rows, 1), columns.names, map(str, getattr(frame, "columns", ())), is_judged=True
-    )
+    rows_with_names = names_of_rows(enumerate(rows, 1), columns.names, is_judged=True)
     renamed = ((number, rename_columns(name, row, names)) for number, row, names in rows_with_names)
-    return _read_set(Path(folder) / name, name, renamed, None, columns)
+    filled = ((number, {key: cell for key, cell in row.items() if cell is not None}) for number, row in renamed)
+    return _read_set(Path(folder) / name, name, filled, None, columns)
 
 
 def to_dataframe(source: PreferenceSet | QualitySet) -> Any:

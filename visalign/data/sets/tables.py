@@ -7,7 +7,8 @@ import csv
 import json
 import re
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
@@ -63,21 +64,42 @@ def _objects(path: Path, rows: NumberedRows) -> NumberedRows:
         yield number, row
 
 
+def read_cells(path: str | Path) -> NumberedRows:
+    """Read the rows of `read_rows`, with None for each empty cell of a table with a header."""
+    empty: Row | None = None
+    for number, row in read_rows(path):
+        empty = dict.fromkeys(table_header(path)) if empty is None else empty
+        yield number, empty | row
+
+
 def first_row(path: Path) -> Row:
     """Read the first row of a table; empty for a table without rows and for anything else."""
     return next(read_rows(path), (0, {}))[1] if path.suffix.lower() in READERS and path.is_file() else {}
 
 
 def column_names(path: str | Path, row: Row) -> list[str]:
-    """List a table's own columns, also those whose first cell is empty; of what is no file, those of the row."""
+    """List a table's own columns, also those whose first cell is empty; of what is no table, those of the row."""
+    return table_header(path) or list(first_row(Path(path)) or row)
+
+
+def table_header(path: str | Path) -> list[str]:
+    """Read the columns of a CSV, TSV, Parquet or Excel file; [] of others, where each row names its own."""
     path = Path(path)
-    if not path.is_file():
-        return list(row)
+    return list(_header(path, path.stat().st_mtime_ns)) if path.is_file() else []
+
+
+@lru_cache(maxsize=8)
+def _header(path: Path, _: int) -> Sequence[str]:
+    """Read a header once, however many rows have empty cells, until the file changes."""
     if path.suffix.lower() == ".parquet":
         import pyarrow.parquet
 
         return pyarrow.parquet.read_schema(path).names
-    return csv_header(path) or list(first_row(path))
+    if path.suffix.lower() == ".xlsx":
+        import pandas
+
+        return [str(name) for name in pandas.read_excel(path, nrows=0)]
+    return csv_header(path)
 
 
 def csv_header(path: Path) -> list[str]:
@@ -86,13 +108,6 @@ def csv_header(path: Path) -> list[str]:
         return []
     with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:  # `read_rows` refuses other encodings
         return next(csv.reader(file, delimiter=_delimiter(file, path)), [])
-
-
-def without_substitutes(path: Any, row: Row, names: Mapping[str, str]) -> Row:
-    """Leave out columns of ours for which a CSV table has another one that is empty in this row."""
-    empty = {ours: theirs for ours, theirs in names.items() if ours != theirs and ours in row and theirs not in row}
-    columns = csv_header(Path(path)) if empty else []  # elsewhere a key may be missing on purpose
-    return {name: value for name, value in row.items() if empty.get(name) not in columns}
 
 
 def select_split(

@@ -14,7 +14,7 @@ from visalign.errors import UserError, excerpt
 from visalign.interfaces import Prompt, is_message
 
 from .image_references import TEXT
-from .prompt_files import message_text
+from .prompt_files import message_text, read_conversation
 from .records import swap_column
 from .tables import Row
 
@@ -72,15 +72,15 @@ def pair_answers(number: int, row: Row) -> list[Row]:
     return [{**columns, PAIR[0]: first, PAIR[1]: second} for first in right for second in wrong]
 
 
-def refer_to_texts(row: Row) -> Row:
-    """Name the completions of a row as images are named; a reward next to one is its mos.
+def refer_to_texts(row: Row, where: str = "A row") -> Row:
+    """Name the completions of a row as images are named; a reward next to one is its mos. `where` starts the errors.
 
     Chosen and rejected are left and right, or the reverse, by a hash of the row. NAME_left and NAME_right of such a
     row are scores of chosen and rejected, and go with them.
     """
     if "image" in row or "image_left" in row:
         return row
-    row = split_pair(row)
+    row = read_conversation(split_pair(row), where)
     texts = {name: completion_text(row[name]) for name in ("completion", *PAIR) if name in row}
     if None in texts.values() or not (texts.keys() >= {*PAIR} or "completion" in texts):
         return row
