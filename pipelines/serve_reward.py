@@ -45,7 +45,7 @@ def serve_reward(
     from visalign.rewards.serve.worker import JudgeWorker
 
     connections = connections_allowed(max_connections)
-    worker = JudgeWorker(name, options, threads=threads)
+    worker = JudgeWorker(name, options, threads=threads, on_load=partial(_say_place, name, options))
     try:
         chosen = {"timeout": timeout} | ({} if max_pixels is None else {"max_pixels": max_pixels})
         limits = limits_for(memory, connections=connections, **chosen)
@@ -56,6 +56,12 @@ def serve_reward(
         server.run()
     finally:
         worker.close()
+
+
+def _say_place(name: str, options: Mapping[str, Any] | None, judge: Any) -> None:
+    from .shared.places import place_of, say_places
+
+    say_places({name: place_of(judge, options)})
 
 
 def call_when_ready(server: Any, on_ready: Callable[[], object]) -> None:

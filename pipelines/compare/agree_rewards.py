@@ -29,7 +29,7 @@ from visalign.pipelines.score.image_rows import ImageRow, image_rows
 from visalign.pipelines.score.provenance import provenance, reward_identity
 from visalign.pipelines.score.report import load_shown_images
 from visalign.pipelines.score.score import MISSING, ScoreRow, finite_or_none, read_number, score_rows
-from visalign.pipelines.shared.reward_options import check_lower
+from visalign.pipelines.shared.reward_options import check_columns
 from visalign.pipelines.shared.run_folder import pretty
 
 RESULT, PAGE, ROWS = "agreement.json", "agreement.html", "scores.jsonl"
@@ -93,7 +93,7 @@ def agree_rewards(
     if len(rewards) + len(columns) < 2 or len(rows) < 3:
         got = f"{len(rewards) + len(columns)} rewards and {len(rows)} images"
         raise UserError(f"Agreement takes at least 2 rewards (--reward, --scores) and 3 images; got {got}.")
-    check_lower(lower_is_better, columns)
+    check_columns(columns, list(rewards), lower_is_better)
     table = {name: [_column_row(name, row, lower_is_better) for row in rows] for name in columns}
     if rewards:
         scored = score_rows(rows, rewards, batch_size=batch_size, on_batch=on_batch, store=store)
@@ -180,10 +180,11 @@ def _rows_of_table(path: Path, prompt: str | None, columns: Columns, scores: Seq
     is_long = all({"image", "reward"} <= set(row) for _, row in table)
     if is_long and any("value" in row for _, row in table):  # a row per image and reward
         by_image: dict[tuple[Any, Any], tuple[int, Row]] = {}
+        ours = {theirs: name for name, theirs in columns.names.items()}
         for number, row in table:
             image = {name: row[name] for name in ("image", "prompt") if name in row}
             _, merged = by_image.setdefault((row["image"], row.get("prompt")), (number, image))
-            reward = str(row["reward"])
+            reward = ours.get(str(row["reward"]), str(row["reward"]))
             if reward in merged and repr(merged[reward]) != repr(row.get("value")):
                 raise UserError(f"'{path}' scores {row['image']} twice by {reward}. Give a table of one scoring.")
             merged[reward] = row.get("value")

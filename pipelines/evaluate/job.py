@@ -46,7 +46,7 @@ from visalign.pipelines.score.provenance import domain_note, provenance, reward_
 from visalign.pipelines.score.report import load_shown_images
 from visalign.pipelines.shared.reward_options import (
     any_needs_prompt,
-    check_lower,
+    check_columns,
     load_each,
     reward_options,
     with_cache,
@@ -110,7 +110,7 @@ def evaluate(
         raise UserError("--option is of a --reward, and there is none.")
     if not rewards and not columns:
         raise UserError("Nothing to evaluate: name a reward (--reward) or columns of scores in the set (--scores).")
-    check_lower(lower_is_better, columns)
+    check_columns(columns, rewards, lower_is_better)
     if output is not None:
         check_run_folder(output, resume=resume)  # before hours of scoring
     judges = with_cache(load_each(rewards, options, load_any_judge, device), cache) if loaded is None else loaded

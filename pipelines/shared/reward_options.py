@@ -74,7 +74,10 @@ def load_each(names: Sequence[str], options: Sequence[str], load: Any, device: s
     return rewards
 
 
-def check_lower(lower_is_better: Sequence[str], columns: Sequence[str]) -> None:
+def check_columns(columns: Sequence[str], rewards: Sequence[str], lower_is_better: Sequence[str]) -> None:
+    """Refuse a column of scores under a reward's name, and a direction of no column."""
+    if twice := [name for name in columns if name in rewards]:
+        raise UserError(f"{twice[0]} is a reward and a column. Name the column: --scores stored={twice[0]}.")
     if unknown := ", ".join(sorted({*lower_is_better} - {*columns})):
         raise UserError(f"--lower-is-better names {unknown}, which is no --scores column.")
 

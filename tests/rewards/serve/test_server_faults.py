@@ -276,6 +276,7 @@ def test_ctrl_c_twice_at_the_command_line():
             assert not running.result().valid[0], "the second ends the judge"
             code, output = server.wait(20)
         assert code is not None and "Traceback" not in output and time.monotonic() - begun < 20
+        assert f"Computing: {HABITS} on cpu." in output
     finally:
         server.process.kill()
 
