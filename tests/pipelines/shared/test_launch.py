@@ -17,7 +17,7 @@ from accelerate import DistributedType
 from accelerate.commands.config.config_args import load_config_from_file
 
 from visalign.errors import UserError
-from visalign.pipelines.jobs import load_job
+from visalign.pipelines.jobs import load_job, until_images
 from visalign.pipelines.shared import parts
 from visalign.pipelines.shared.sections import RunConfig
 from visalign.training.loop.processes import check_accelerator, one_process
@@ -63,6 +63,11 @@ def test_the_files_for_accelerate_and_skypilot_are_read() -> None:
     assert cloud["setup"] == "pip install -e '.[images]'"
     subprocess.run(["bash", "-n"], input=cloud["run"], text=True, check=True)
     assert '-m visalign train "$CONFIG" --output "$FOLDER"' in cloud["run"]
+
+
+def test_images_of_a_plan_count_the_rounds_of_dynamic_sampling() -> None:
+    job = until_images(load_job("shapes_flow_grpo", ["dynamic.enabled=true", "dynamic.max_rounds=3"]), 2 * 3 * 288)
+    assert job.config.run.iterations == 2
 
 
 def test_what_processes_cannot_share_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
