@@ -32,8 +32,8 @@ def judge_votes(
         tasks = [store.tasks[number] for number in batch]
         left, right = ([resolve_image(task.images[side]) for task in tasks] for side in (0, 1))
         prompts = [task.prompt for task in tasks]
-        extras = [text_record(task.images[0], task.extra) for task in tasks]
-        records = [e or t.extra.get("metadata", t.extra.get("record")) for e, t in zip(extras, tasks, strict=True)]
+        columns = [(task.extra, text_record(task.images[0], task.extra) or None) for task in tasks]
+        records = [extra.get("metadata", extra.get("record", record)) for extra, record in columns]
         # both orders in one call: a pointwise reward scores each image once
         answer = read_preferences(compare(left + right, right + left, prompts * 2, records * 2))
         forward, backward = answer.log_odds.chunk(2)

@@ -25,16 +25,9 @@ from visalign.data.sets.records import PreferencePair, QualityRecord
 from visalign.data.sets.text_rows import text_prompt
 from visalign.errors import UserError, suggestion
 from visalign.evaluation.rewards.judged_pairs import IntervalSettings
+from visalign.evaluation.rewards.people import alpha_interval
 from visalign.evaluation.statistics import agreement, annotators
-from visalign.evaluation.statistics.intervals import (
-    Interval,
-    RatioTable,
-    bootstrap,
-    cluster_index,
-    cluster_sums,
-    interval,
-    wilson_interval,
-)
+from visalign.evaluation.statistics.intervals import Interval, RatioTable, cluster_index, wilson_interval
 from visalign.pipelines.score.report import load_shown_images
 
 from .store import Vote, VoteStore
@@ -68,7 +61,9 @@ def report(store: VoteStore, votes: Sequence[Vote], settings: IntervalSettings) 
     and of right answers), and of pairs the share of the left of the screen and the annotator model.
     """
     first = _countable(store, votes)
-    analysis = (_analyse_choices if store.choices else _analyse_images)(store, first, settings)
+    analysis: dict[str, Any] = {"models": [], "by_name": {}, "notes": []}
+    analysis = _analyse_choices(store, first, settings) if store.choices else analysis
+    analysis["alphas"], distances = _analyse_marks(store, first, settings)
     statistics, entries = analysis.pop("by_name"), []
     for name, ballots in _group(votes, "annotator").items():
         seconds = [vote.seconds for vote in ballots if vote.seconds is not None]
@@ -77,7 +72,7 @@ def report(store: VoteStore, votes: Sequence[Vote], settings: IntervalSettings) 
         entry = {"name": name, "is_judge": ballots[0].is_judge, "votes": len(ballots)}
         entry |= {"seconds": median(seconds) if seconds else None, "repeats": _repeats(ballots).to_dict()}
         entry |= {"gold": wilson_interval(sum(right), len(right)).to_dict()}
-        entries.append(entry | statistics.get(name, {}))
+        entries.append(entry | statistics.get(name, {}) | distances.get(name, {}))
     people = sum(not entry["is_judge"] for entry in entries)
     if unseen := store.unseen():
         analysis["notes"].append(f"{unseen} times an image could not be shown: no votes.")
@@ -283,13 +278,8 @@ def _analyse_choices(store: VoteStore, first: Sequence[Vote], settings: Interval
             "ties": (len(ballots) - len(decided)) / len(ballots),
             "left_of_screen": wilson_interval(*left, level=settings.level).to_dict(),
         }
-    alpha = _alpha(
-        agreement.alpha_sums(votes),
-        partial(agreement.alpha_of_sums, options=len(store.places)),
-        index,
-        clusters,
-        settings,
-    )
+    alpha_of = partial(agreement.alpha_of_sums, options=len(store.places))
+    alpha = alpha_interval(agreement.alpha_sums(votes), alpha_of, index, clusters, settings)
     majority = votes.max(1, initial=0) / np.maximum(votes.sum(1), 1)
     split = [i for i in np.argsort(majority, kind="stable") if votes[i].sum() > 1 and majority[i] < 1]
     disputed = [
@@ -349,7 +339,9 @@ def progress(store: VoteStore) -> dict[str, Any]:
     return {"tasks": len(tasks), "goal": goal, "votes": counted, "target": target, "voters": store.voters()}
 
 
-def _analyse_images(store: VoteStore, first: Sequence[Vote], settings: IntervalSettings) -> dict[str, Any]:
+def _analyse_marks(
+    store: VoteStore, first: Sequence[Vote], settings: IntervalSettings
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Compute α of the slider and of each question, and each voter's distance from the mean of the others."""
     order = sorted({vote.task for vote in first})
     row = {task: index for index, task in enumerate(order)}
@@ -369,7 +361,7 @@ def _analyse_images(store: VoteStore, first: Sequence[Vote], settings: IntervalS
     for question in filter(answers.__contains__, ("slider", *store.form.checklist)):
         items, values = zip(*answers[question], strict=True)
         sums = annotators.rating_sums(values, items, items=len(order))
-        alpha = _alpha(sums, annotators.alpha_of_rating_sums, index, clusters, settings)
+        alpha = alpha_interval(sums, annotators.alpha_of_rating_sums, index, clusters, settings)
         alphas[question] = alpha.to_dict()
     gaps: dict[str, list[float]] = {vote.annotator: [] for vote in first}
     for by_name in grades.values():
@@ -382,16 +374,7 @@ def _analyse_images(store: VoteStore, first: Sequence[Vote], settings: IntervalS
         }
         for name, of_voter in gaps.items()
     }
-    return {"alphas": alphas, "models": [], "by_name": distances, "notes": []}
-
-
-def _alpha(sums: Array, statistic: Any, index: Any, clusters: int, settings: IntervalSettings) -> Interval:
-    by_prompt = cluster_sums(sums, index, clusters) if len(sums) else sums
-    by_prompt = by_prompt[by_prompt[:, 1:].sum(1) > 0]  # a prompt without two votes says nothing
-    if not len(by_prompt):
-        return Interval(estimate=math.nan, level=settings.level)
-    draws = bootstrap(by_prompt, lambda s: statistic(s)[:, None], **settings.drawing())[:, 0]
-    return interval(float(statistic(by_prompt.sum(0)[None])[0]), draws, len(by_prompt), level=settings.level)
+    return alphas, distances
 
 
 def _fit(first: Sequence[Vote], order: Sequence[int]) -> annotators.AnnotatorFit:

@@ -156,6 +156,7 @@ class Halting:
 
     def compare(self, left, right, prompts, metadata=None):
         """The first pair fails; in the others the left is better by its place alone."""
+        self.records = metadata
         valid = torch.tensor([prompt != "p0" for prompt in prompts])
         prob = torch.where(valid, 1.0, math.nan)  # a certain answer is bounded and averaged as well
         return Preferences(prob=prob, valid=valid, reason=[None if ok else "too dark" for ok in valid.tolist()])
@@ -231,23 +232,37 @@ def test_the_command(tmp_path):
 
 def test_the_share_of_votes_for_chosen_goes_with_the_sides(tmp_path):
     texts = ("text://plain", "text://rich")
-    tasks = [Task(prompt=f"p{number}", images=texts[:: 1 - 2 * (number % 2)]) for number in range(6)]
+    tasks = [
+        Task(prompt=f"p{number}", images=texts[:: 1 - 2 * (number % 2)], extra={"metadata": {"answer": number}})
+        for number in range(6)
+    ]
     store = VoteStore.create(tmp_path / "t.sqlite", tasks, Form(), Plan(votes=0, repeat_every=0))
     for name, favourite in (("a", "rich"), ("b", "rich"), ("c", "plain")):
         vote_all(store, name, lambda task, text=favourite: {"choice": SIDES[task.images.index(f"text://{text}")]})
     rows = export_rows(store, select_votes(store), model=True)
     assert {row["chosen"] for row in rows} == {"rich"}
     assert [row["vote_share"] for row in rows] == pytest.approx([2 / 3] * 6)
+    judge_votes(store, judge := Halting(), "halting")
+    assert judge.records == [{"answer": number} for number in range(6)] * 2
 
 
 def test_grades_of_pairs_are_exported_and_other_tools_are_told_what_they_lack(tmp_path):
-    store = made(tmp_path, slider=QUALITY_WORDS, text=True)
+    store = made(tmp_path, slider=QUALITY_WORDS, text=True, checklist=("bright?",))
     vote_all(store, "a", lambda task: {"choice": "right", "slider": 4.0, "text": "dark"})
     vote_all(store, "b", lambda task: {"choice": "right", "slider": 2.5})
+    vote_all(store, "c", lambda task: {"choice": "right", "checklist": {"bright?": number_of(task) > 3}})
+    vote_all(store, "d", lambda task: {"choice": "right", "checklist": {"bright?": number_of(task) > 3}})
     rows = export_rows(store, select_votes(store))
     assert rows[0]["answers"] == [
         {"annotator": "a", "slider": 4.0, "text": "dark"},
         {"annotator": "b", "slider": 2.5},
     ]
-    with pytest.warns(UserWarning, match=r"label of each vote. Left out: slider of 16 votes, text of 8 votes"):
-        assert len(vote_rows(store, select_votes(store))) == 16
+    summary = report(store, select_votes(store), SETTINGS)
+    assert summary["alphas"]["bright?"]["estimate"] == 1.0 and summary["alphas"]["slider"]["estimate"] < 0
+    assert summary["annotators"][0]["above_the_rest"] == 1.5
+    assert summary["alphas"]["bright?"]["low"] is None, "no resample differs from a perfect agreement"
+    assert "bright?" in votes_page(summary, [])
+    with pytest.warns(
+        UserWarning, match=r"label of each vote. Left out: checklist of 16 votes, slider of 16 votes, text of 8 votes"
+    ):
+        assert len(vote_rows(store, select_votes(store))) == 32

@@ -33,8 +33,8 @@ def headlines(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         ("Votes", str(result["votes"]), f"on {result['voted']} of {result['tasks']} tasks"),
         ("Voters", str(result["people"]), f"and {result['judges']} judges" if result["judges"] else ""),
     ]
-    alphas = {"of all votes": result["alpha"]} if result["pairs"] else result["alphas"]
-    for what, alpha in alphas.items():
+    choices = {"of all votes": result["alpha"]} if result["pairs"] else {}
+    for what, alpha in (choices | result["alphas"]).items():
         ends = "" if alpha["low"] is None else f", {fixed(alpha['low'])} to {fixed(alpha['high'])}"
         lines.append(("Krippendorff's alpha", fixed(alpha["estimate"]), f"{what}{ends}"))
     return lines
