@@ -13,6 +13,7 @@ from time import monotonic
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from visalign.errors import CaughtError, UserError
 from visalign.interfaces import Scores
@@ -61,6 +62,34 @@ class ToolUse(ToolFormat):
 
     tool: Tool
     name: str = "tool"  # Name in messages
+
+
+def spread_scores(scores: Scores, rows: Sequence[int], count: int, reason: str) -> Scores:
+    """Return the scores of `count` samples of which only `rows` were scored; the others are invalid for `reason`."""
+    index = torch.full((count,), -1).index_copy(0, torch.tensor(rows), torch.arange(len(rows)))
+    present, numbers = index >= 0, list[int](index.tolist())
+
+    def spread(values: Tensor) -> Tensor:
+        return torch.where(present.to(values.device), values[index.to(values.device)], torch.nan)
+
+    texts, reasons = scores.text, scores.reason or [None] * len(scores)
+    return Scores(
+        value=spread(scores.value),
+        valid=scores.valid[index.to(scores.valid.device)] & present.to(scores.valid.device),
+        unit=scores.unit,
+        std=None if scores.std is None else spread(scores.std),
+        parts={name: spread(part) for name, part in scores.parts.items()},
+        text=None if texts is None else ["" if i < 0 else texts[i] for i in numbers],
+        reason=[reason if i < 0 else reasons[i] for i in numbers],
+    )
+
+
+def score_generated(rollout: TextRollout, score: Callable[[Sequence[int]], Scores]) -> Scores:
+    """Score the rows of a rollout whose prompts were completed; the others are invalid, with the reason."""
+    rows, count = rollout.generated.nonzero()[:, 0].tolist(), len(rollout)
+    nan, reason = torch.full((1,), torch.nan), "prompt too long"
+    none = Scores(value=nan, valid=nan > 0, unit="", reason=[reason])
+    return without_failed(spread_scores(score(rows) if rows else none, rows or [0], count, reason), rollout)
 
 
 def without_failed(scores: Scores, rollout: TextRollout) -> Scores:

@@ -95,7 +95,18 @@ def test_a_reward_that_cannot_say_right_or_wrong_is_no_judge():
 
 
 def test_a_prompt_that_was_too_long_has_no_verdict():
-    result = _evaluate(seeds=[0], policy=toy_policy(max_prompt_tokens=3, long_prompts="mask"))
+    judged: list[str] = []
+
+    class Seen(HasVowel):
+        def score(self, completions, prompts, metadata=None):
+            judged.extend(prompts)
+            return super().score(completions, prompts, metadata)
+
+    policy = toy_policy(max_prompt_tokens=3, long_prompts="mask")
+    result = _evaluate(seeds=[0], policy=policy, rewards={"vowel": Seen()})
+    assert judged and max(map(len, judged)) <= 3, "an empty completion is not asked about"
+    nothing = _evaluate([record for record in RECORDS if len(record["prompt"]) > 3], seeds=[0], policy=policy)
+    assert not nothing.judged.any() and set(nothing.reasons) == {"prompt too long"}
     long = np.array([len(prompt) > 3 for prompt in result.prompts])
     assert long.sum() == 2 and not result.judged[long].any() and result.judged[~long].any()
     assert {result.reasons[i] for i in np.flatnonzero(long)} == {"prompt too long"}

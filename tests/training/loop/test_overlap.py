@@ -16,7 +16,8 @@ from tests.support.training.images import Brightness, ToyPolicy, check_resume, t
 from tests.support.training.text import Letters, toy_text_trainer, weights_of
 from visalign.errors import UserError
 from visalign.interfaces import RewardCapabilities, Scores
-from visalign.training.loop.judging import RewardScorer, concatenate_scores, spread_scores
+from visalign.text.tool_calls import spread_scores
+from visalign.training.loop.judging import RewardScorer, concatenate_scores
 from visalign.training.loop.metrics import read_metrics
 
 CORRECTED = {"changes": {"importance_sampling": {"level": "token", "mode": "truncate", "high": 2.0}}}

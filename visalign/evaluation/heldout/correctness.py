@@ -104,6 +104,8 @@ def finite_scores(scores: Scores) -> Tensor:
 
 def verdict(name: str, reward: Any, scores: Scores) -> Tensor:
     """Return the verdicts [B]: the part `correct`; else True for the best value of the range (0, 1)."""
+    if not scores.valid.any():
+        return scores.valid.cpu()
     if PART in scores.parts:
         return scores.parts[PART].cpu() > 0.5
     if tuple(reward.range) != (0.0, 1.0):

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from visalign.interfaces import Scores, TextReward, score_named
 from visalign.seeds import sample_seed
 from visalign.text import Sampling, StoppingCriteria, TextPolicy, TextRollout
 from visalign.text.messages import prompt_text
-from visalign.text.tool_calls import without_failed
+from visalign.text.tool_calls import score_generated
 
 from .correctness import Tally, check_evaluation, check_size, finite_scores, record_tags, verdict
 from .result import ENTROPY, LENGTH, HeldoutResult
@@ -90,13 +89,14 @@ def evaluate_text(
 
 def _score(name: str, reward: TextReward, rollout: TextRollout, metadata: Sequence[Mapping[str, Any]]) -> Scores:
     """Return a reward's scores, invalid where a prompt was too long to be completed or a tool failed."""
-    scores = score_named(reward, list(rollout.text), list(rollout.prompt), metadata, name=name)
-    check_size(name, scores, len(metadata), "completions")
-    if bool(rollout.generated.all()):
+
+    def score(rows: Sequence[int]) -> Scores:
+        columns = ([column[row] for row in rows] for column in (rollout.text, rollout.prompt, metadata))
+        scores = score_named(reward, *columns, name=name)
+        check_size(name, scores, len(rows), "completions")
         return scores
-    reason, written = scores.reason or [None] * len(scores), rollout.generated.tolist()
-    reason = [r if ok else "prompt too long" for r, ok in zip(reason, written, strict=True)]
-    return without_failed(replace(scores, valid=scores.valid.cpu() & rollout.generated, reason=reason), rollout)
+
+    return score_generated(rollout, score)
 
 
 def _measures(

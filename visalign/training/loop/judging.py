@@ -121,26 +121,6 @@ def concatenate_scores(chunks: Sequence[Scores]) -> Scores:
     )
 
 
-def spread_scores(scores: Scores, rows: Sequence[int], count: int, reason: str) -> Scores:
-    """Return the scores of `count` samples of which only `rows` were scored; the others are invalid for `reason`."""
-    index = torch.full((count,), -1).index_copy(0, torch.tensor(rows), torch.arange(len(rows)))
-    present, numbers = index >= 0, list[int](index.tolist())
-
-    def spread(values: Tensor) -> Tensor:
-        return torch.where(present.to(values.device), values[index.to(values.device)], torch.nan)
-
-    texts, reasons = scores.text, scores.reason or [None] * len(scores)
-    return Scores(
-        value=spread(scores.value),
-        valid=scores.valid[index.to(scores.valid.device)] & present.to(scores.valid.device),
-        unit=scores.unit,
-        std=None if scores.std is None else spread(scores.std),
-        parts={name: spread(part) for name, part in scores.parts.items()},
-        text=None if texts is None else ["" if i < 0 else texts[i] for i in numbers],
-        reason=[reason if i < 0 else reasons[i] for i in numbers],
-    )
-
-
 Rollout = TypeVar("Rollout")
 
 

@@ -20,7 +20,7 @@ from visalign.core import Trajectories, relative_uncertainty_weight
 from visalign.interfaces import Scores
 from visalign.seeds import sample_seed
 from visalign.text import TextRollout, ToolTrace, join_rollouts
-from visalign.text.tool_calls import without_failed
+from visalign.text.tool_calls import spread_scores, without_failed
 from visalign.training.loop.algorithm import Collected
 from visalign.training.loop.dynamic_groups import DynamicGroups
 from visalign.training.loop.judging import (
@@ -29,7 +29,6 @@ from visalign.training.loop.judging import (
     concatenate_scores,
     reward_columns,
     score_metrics,
-    spread_scores,
 )
 from visalign.training.loop.processes import Shares
 from visalign.training.loop.runtime import PhaseClock

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from visalign.errors import UserError
-from visalign.interfaces import TextReward
+from visalign.interfaces import Scores, TextReward
 from visalign.seeds import sample_seed
 from visalign.text import Prompt, Sampling, StoppingCriteria
-from visalign.text.tool_calls import without_failed
+from visalign.text.tool_calls import score_generated
 from visalign.training.loop.judging import score_samples
 
 from .parts import CompletionGenerator, Records
@@ -108,13 +108,16 @@ def sample_point(
                 stopping=stopping,
             )
         metadata = [records[i] for i in index for _ in range(samples)]
-        scores = without_failed(score_samples(reward, list(rollout.text), metadata, what="completions"), rollout)
+        columns = list(zip(rollout.text, metadata, strict=True))
+
+        def score(rows: Sequence[int], columns: Sequence[Any] = columns) -> Scores:
+            texts, records = zip(*(columns[row] for row in rows), strict=True)
+            return score_samples(reward, list(texts), records, what="completions")
+
+        scores = score_generated(rollout, score)
         value = scores.value.detach().float().cpu()
-        valid = scores.valid.cpu() & value.isfinite() & rollout.generated
-        failures = [
-            "prompt too long" if stop == "prompt too long" else failure or "value not finite"
-            for stop, failure in zip(rollout.stop_reason, scores.reason or [None] * len(metadata), strict=True)
-        ]
+        valid = scores.valid.cpu() & value.isfinite()
+        failures = [reason or "value not finite" for reason in scores.reason or ()]
         parts.append(
             Completions(
                 prompt=[i for i in index for _ in range(samples)],
