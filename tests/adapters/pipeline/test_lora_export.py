@@ -189,3 +189,13 @@ def test_a_run_of_the_whole_model_has_no_lora_to_export(tmp_path):
     result = CliRunner().invoke(app, ["export-lora", str(tmp_path), "-o", str(tmp_path / "k.safetensors")])
     assert result.exit_code == 2 and "trained the whole model, so it has no LoRA" in " ".join(result.output.split())
     assert not (tmp_path / "k.safetensors").exists()
+
+
+def test_t5_has_kohyas_names_beside_diffusers_own(tmp_path):
+    t5, rest = "encoder.block.0.layer.0.SelfAttention.q", ("transformer.proj", "text_encoder.encoder.layers.0.mlp.fc1")
+    names = [f"{part}.lora_{letter}.weight" for part in (f"text_encoder_3.{t5}", *rest) for letter in "AB"]
+    save_file({name: torch.ones(4, 4) for name in names}, tmp_path / WEIGHT_FILE, {"format": "pt"})
+    export_lora(tmp_path, tmp_path / "c.safetensors", "sd3")
+    written = {name.removesuffix(".lora_A.weight") for name in load_file(tmp_path / "c.safetensors") if "_A." in name}
+    clip = "text_encoder.text_model.encoder.layers.0.mlp.fc1"
+    assert written == {f"lora_te3_{t5.replace('.', '_')}", rest[0], clip}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -94,12 +95,17 @@ def _convert(file: Path, family: str | None) -> dict[str, Tensor]:
     alphas = {name.removesuffix(".lora_alpha"): float(α) for name, α in metadata.items() if "lora_alpha" in name}
     if scales := [*other_scales(metadata), *[name for name in saved if name.endswith(".alpha")][:1]]:
         raise UserError(f"The LoRA {file} has {', '.join(scales)}, and export scales by one α / r for each network.")
+    # transformers 5 dropped the prefix of a CLIP without projection; ComfyUI's keys have it
+    clip = partial(re.sub, r"^text_encoder\.encoder\.layers", "text_encoder.text_model.encoder.layers")
+    saved = {clip(name): weight for name, weight in saved.items()}
     if part == "unet":
         return _unet_to_kohya(saved, alphas)
     if _is_flux(saved) and family in (None, *KOHYA):
         return flux_to_kohya(saved, alphas.get(part))
-    if part and family in DIFFUSERS_NAMES:
-        return _scaled(saved, alphas)
+    if part and family in DIFFUSERS_NAMES:  # of T5 ComfyUI knows kohya's names alone
+        t5 = re.compile(r"text_encoder_?(\d?)\.(encoder\.block\..+)(?=\.lora_)")
+        short = partial(t5.sub, lambda match: f"lora_te{match[1] or 1}_{match[2].replace('.', '_')}")
+        return {short(name): weight for name, weight in _scaled(saved, alphas).items()}
     if part and family in RENAMED:
         names = {name.removeprefix(f"{part}."): weight for name, weight in _scaled(saved, alphas).items()}
         return {f"diffusion_model.{name}": weight for name, weight in _renamed(names, RENAMED[family]).items()}
@@ -112,9 +118,7 @@ def _convert(file: Path, family: str | None) -> dict[str, Tensor]:
 
 
 def _unet_to_kohya(saved: Mapping[str, Tensor], alphas: Mapping[str, float]) -> dict[str, Tensor]:
-    # transformers 5 dropped the prefix of a CLIP without projection; kohya's keys have it
-    renamed = {re.sub(r"^(text_encoder)\.encoder", r"\1.text_model.encoder", name): w for name, w in saved.items()}
-    converted, prefixes = convert_state_dict_to_kohya(renamed), {"lora_unet": "unet", "lora_te1": "text_encoder"}
+    converted, prefixes = convert_state_dict_to_kohya(dict(saved)), {"lora_unet": "unet", "lora_te1": "text_encoder"}
     for name in [name for name in converted if name.endswith(".alpha")]:
         alpha = alphas.get(prefixes.get("_".join(name.split("_")[:2]), "text_encoder_2"))
         if alpha is not None:  # diffusers writes the rank in its place
