@@ -311,7 +311,8 @@ class TextConfig:
 
     def __post_init__(self) -> None:
         _set_own_heldout(self, self.rewards.terms)
-        check_batch_algebra(self.rollout.prompts_per_iteration, self.rollout.group_size)
+        compared = self.objective.compares or self.dynamic.enabled
+        check_batch_algebra(self.rollout.prompts_per_iteration, self.rollout.group_size, compared=compared)
         self.evaluation.check_rewards(*self.rewards.terms)
         self.rewards.check_monitor(self.monitor, self.evaluation, feature_drift=(False, "It is of images."))
         refuse(_broken_rules(self))

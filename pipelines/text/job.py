@@ -47,6 +47,8 @@ def _build(config: TextConfig, output: Path) -> PolicyRun:
     check_batch_reward(inputs.reward, accelerator.num_processes)
     has_reference = needs_reference(objective) or config.latent_flow is not None  # RLFR reads its hidden states
     policy = build_text_policy(config.model, accelerator.device, seed, reference=has_reference)
+    with name_key("data.train"):
+        policy.check_prompts([record["prompt"] for record in inputs.records])
     server, demonstrations = build_server(config, policy), None
     if inputs.demonstrations is not None:
         with name_key("data.demonstrations"):

@@ -94,8 +94,8 @@ def prepare(config: TextConfig, device: str | None = None) -> TextInputs:
     check_answers(config.built_objective, records)
     demonstrations = None if data.demonstrations is None else text_demonstrations("demonstrations", data, seed)
     strata, rollout = prompt_strata(records, data.balance), config.rollout
-    size = rollout.prompts_per_iteration, rollout.group_size
-    PromptSampler(len(records), *size, seed, strata=strata, cycle=data.cycle)  # refuses a cycle of other kinds
+    order: dict[str, Any] = {"strata": strata, "cycle": data.cycle, "compared": False}
+    PromptSampler(len(records), rollout.prompts_per_iteration, 1, seed, **order)  # refuses a cycle of other kinds
     return TextInputs(records, heldout, rewards, text_sum(config.rewards, rewards), demonstrations, strata)
 
 

@@ -161,6 +161,7 @@ def file_pairs(
     weights: Sequence[float] | None = None,
     triples_in: Path | None = None,
     with_iteration: bool = False,
+    with_ties: bool = True,
 ) -> Examples:
     """Pairs of a checked preference set; an `image_refined` in the folder `triples_in` wins over the better one.
 
@@ -168,6 +169,8 @@ def file_pairs(
     """
     rows, labels, refined = [], [], []
     for number, pair in enumerate(pairs.pairs):
+        if pair.label == 0.5 and not with_ties:
+            continue
         where = f"row {pairs.row(number)} of '{pairs.name}'"
         rows.append(Row(where, pair.prompt, (pair.image_left, pair.image_right)))
         truth = pair.label if pair.label == 0.5 else float(pair.label > 0.5)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -170,12 +171,16 @@ def _pairs(config: TrainRewardConfig, pairs: PreferenceSet, side: str, notes: li
     if config.reads == "triples":
         return file_triples(pairs, Path(config.data.train).parent)
     triples_in = Path(config.data.train).parent if config.objective.task == "hp" else None
+    ties = sum(pair.label == 0.5 for pair in pairs.pairs)
+    if triples_in and ties:  # hp weighs a pair by |2p − 1|
+        notes.append(f"data.train: {ties} ties are left out; hp learns from pairs with a winner.")
     if any(pair.extra.get("image_refined") for pair in pairs.pairs):
         reading = "each is to win over the better image of its row" if triples_in else "only ict and hp read it"
         notes.append(f"data.train has the column image_refined: {reading}.")
     settings = config.data.off_policy
     weights = settings and _off_policy_weights(pairs, settings, notes)
-    return file_pairs(pairs, weights=weights, triples_in=triples_in, with_iteration=reads_iteration)
+    reading: dict[str, Any] = {"triples_in": triples_in, "with_iteration": reads_iteration}
+    return file_pairs(pairs, weights=weights, **reading, with_ties=triples_in is None)
 
 
 def _off_policy_weights(pairs: PreferenceSet, settings: OffPolicyConfig, notes: list[str]) -> list[float]:

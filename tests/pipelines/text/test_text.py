@@ -129,6 +129,7 @@ def test_the_code_loads_adapters_and_models_that_see():
 def test_ppo_with_lora_and_ptx_writes_an_adapter(tmp_path):
     own = ["objective.algorithm=ppo_ptx", "objective.changes={ptx: 0.1}", "data.demonstrations=tasks:train"]
     own += ["data.demonstrations_batch=4", "model.value=shared", "model.lora={rank: 4, alpha: 8}"]
+    own += ["rollout.group_size=1"]  # nothing is compared within a group
     text_grpo.run(load_config(TextPPOConfig, None, [*SMALL, *own]), tmp_path / "run")
     names = {path.name for path in (tmp_path / "run" / "lora").iterdir()}
     assert "adapter_config.json" in names and "adapter_model.safetensors" in names
@@ -141,6 +142,14 @@ def test_a_record_without_the_answer_whose_likelihood_is_asked_is_refused_before
     path.write_text('{"prompt": "What is 1 + 1?", "answer": "2"}\n{"prompt": "What is 2 + 1?", "answer": 3}')
     with pytest.raises(UserError, match=r"'What is 2 \+ 1\?' has no text \"answer\" \(it is 3\).*or use 'grpo'"):
         prepare(_grpo(f"data.train={path}", "objective.algorithm=likelihood"))
+
+
+def test_a_prompt_that_is_too_long_is_refused_before_the_run(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    path.write_text(f'{{"prompt": "1 + 1?"}}\n{{"prompt": "{"1 + " * 400}1?"}}')
+    config = _grpo(f"data.train={path}", "data.heldout=tasks:heldout")
+    with pytest.raises(UserError, match=r"data\.train: Prompt 1 has .* tokens, and at most 255 are allowed"):
+        text_grpo._build(config, tmp_path / "run")
 
 
 @pytest.mark.parametrize("name", [name for name in list_configs() if name.startswith("text_")])
@@ -161,6 +170,7 @@ def test_packaged_configurations_are_planned(name, tmp_path):
     [
         ("rewards.terms={length: {options: {rule: linear, scale: 5}}}", "'length' is the name of a measure"),
         ("rewards.terms={accuracy: {name: task_answer}}", "label is 'accuracy', the name .* {my_accuracy: "),
+        ("rollout.group_size=1", "a group is compared with itself"),
         ("objective.algorithm=ppo", r"fits a value function, and model\.value is none"),
         ("data.train=tasks:test", "the packaged records are tasks:train and tasks:heldout"),
         ("evaluation.correctness=boxed", "evaluation.correctness is 'boxed'"),

@@ -99,6 +99,12 @@ def test_columns_of_other_names_and_labels_are_read_as_evaluate_reads_them(tmp_p
     assert "has no column 'a score', which --map mos=a score names" in " ".join(result.output.split())
 
 
+def test_a_judge_of_winners_leaves_ties_out(tmp_path, rows):
+    rows[0] |= {"label": "tie", "votes_left": 1, "votes_right": 1}
+    inputs = prepare_reward(_config(tmp_path, rows, "model.kind=hp", "objective.task=hp"))
+    assert len(inputs.train) == len(rows) - 1 and any("1 ties are left out" in note for note in inputs.notes)
+
+
 def test_votes_for_another_side_than_the_label_are_not_learnt(tmp_path, rows):
     labelled = [row | {"label": label} for row, label in zip(rows, (0, 1, 0.5, 1), strict=True)]
     examples = prepare_reward(_config(tmp_path, labelled)).train

@@ -164,6 +164,23 @@ class CausalLMPolicy:
             )
         return EncodedPrompts(self.prompts.encode(prompts))
 
+    def _batch(
+        self, prompts: Sequence[Prompt], images: Sequence[Sequence[Any]] | None = None, **options: Any
+    ) -> PromptBatch:
+        return PromptBatch.build(
+            prompts,
+            self._encode(prompts, images),
+            context=self.context_length,
+            max_prompt_tokens=self.max_prompt_tokens,
+            long_prompts=self.long_prompts,
+            **options,
+        )
+
+    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
+        """Refuse prompts that cannot be completed before a run draws them; images are left to it."""
+        if texts := [prompt for prompt in prompts if not image_parts(prompt)]:
+            self._batch(texts, seeds=0)
+
     def generate(
         self,
         prompts: Sequence[Prompt],
@@ -185,17 +202,8 @@ class CausalLMPolicy:
         `after` are B lists of tokens that the completions begin with: context with loss mask 0, in the limit.
         """
         sampling, stopping = sampling or Sampling(), stopping or StoppingCriteria()
-        batch = PromptBatch.build(
-            prompts,
-            self._encode(prompts, images),
-            seeds=seeds,
-            num_generations=num_generations,
-            group=group,
-            after=after,
-            context=self.context_length,
-            max_prompt_tokens=self.max_prompt_tokens,
-            long_prompts=self.long_prompts,
-        )
+        options: dict[str, Any] = {"num_generations": num_generations, "group": group, "after": after}
+        batch = self._batch(prompts, images, seeds=seeds, **options)
         ends = end_tokens(self.model, self.prompts, stopping)
         pad, rooms = pad_id(self.tokenizer, ends), batch.rooms(stopping.max_new_tokens)
         strings = StopStrings(stopping.strings, lambda ids: decode(self.tokenizer, ids))

@@ -129,7 +129,8 @@ class TextRL(TextAlgorithm):
             accelerator=self.accelerator,
         )
         prompts, size = self.rollout.prompts_per_iteration, self.rollout.group_size
-        self.sampler = PromptSampler(len(records), prompts, size, seed, strata=strata, cycle=cycle)
+        order: dict[str, Any] = {"strata": strata, "cycle": cycle, "compared": self.settings.compares}
+        self.sampler = PromptSampler(len(records), prompts, size, seed, **order)
         self.groups = DynamicGroups(prompts, dynamic) if dynamic is not None and dynamic.enabled else None
         check_parts(self.parts, name=self.settings.algorithm, dynamic=self.groups is not None)
         self.imitation: SelfImitation | None = None

@@ -287,3 +287,8 @@ class TextObjectiveSettings(ObjectiveSettings):
                 f"objective.algorithm={self.algorithm} does not read objective.{unread}. Take one that does, or "
                 "leave it out."
             )
+
+    @property
+    def compares(self) -> bool:
+        """True if a completion is learnt from by what the others of its group are worth."""
+        return self.build(length=1).advantage not in ("gae", "remax", "reinforce_pp")
