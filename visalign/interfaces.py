@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from visalign.errors import Naming, UserError
+from visalign.errors import Naming, RewardError, UserError
 
 Metadata = Sequence[Mapping[str, Any] | None]
 """One mapping per sample (GenEval's layout for the shapes world), or None where a prompt has none."""
@@ -65,10 +65,14 @@ def is_message(message: Any) -> bool:
     )
 
 
-def _check_pair(what: str, values: Tensor, valid: Tensor) -> None:
-    """Raise unless both tensors have one shape [B]; others would broadcast."""
-    if valid.ndim != 1 or values.shape != valid.shape:
-        raise ValueError(f"{what} [B] and valid [B] are needed; got {tuple(values.shape)} and {tuple(valid.shape)}.")
+def _check_form(valid: Any, columns: Mapping[str, Any], texts: Mapping[str, Any]) -> None:
+    """Raise unless `valid` and the columns are tensors [B], which else broadcast, and each text has B entries."""
+    forms = {name: list(x.shape) if isinstance(x, Tensor) else type(x).__name__ for name, x in columns.items()}
+    forms |= {name: [len(text)] for name, text in texts.items() if text is not None}
+    dtype = getattr(valid, "dtype", type(valid))
+    size = list(valid.shape) if isinstance(valid, Tensor) and dtype == torch.bool else dtype
+    if size != [len(valid)] or any(form not in (size, "NoneType") for form in forms.values()):
+        raise ValueError(f"valid is torch.bool [B], numbers are tensors [B], texts are B; got {size} and {forms}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +96,8 @@ class Scores:
     """Why a sample is invalid; None for the valid ones."""
 
     def __post_init__(self) -> None:
-        _check_pair("value", self.value, self.valid)
+        columns = {"value": self.value, "std": self.std, **self.parts}
+        _check_form(self.valid, columns, {"text": self.text, "reason": self.reason})
 
     def __len__(self) -> int:
         return self.value.shape[0]
@@ -117,7 +122,8 @@ class Preferences:
     """As in `Scores`, per pair."""
 
     def __post_init__(self) -> None:
-        _check_pair("prob", self.prob, self.valid)
+        columns = {"prob": self.prob, "std": self.std, "log_odds": self.log_odds, **self.parts}
+        _check_form(self.valid, columns, {"text": self.text, "reason": self.reason})
 
     def __len__(self) -> int:
         return self.prob.shape[0]
@@ -194,16 +200,28 @@ def unchanged(name: str, samples: Any) -> Iterator[None]:
         raise UserError(f"Reward {name!r} changes its images in place. Have it work on images.clone().")
 
 
-def score_named(reward: Any, samples: Any, prompts: Sequence[Any], metadata: Any = None, *, name: str) -> Any:
-    """Score samples by a reward; what it raises names the reward and the sample."""
+def check_answer(name: str, answer: Any, size: int, noun: str = "sample") -> Scores:
+    """Check that a reward returned one score per sample; `noun` names a sample."""
+    if isinstance(answer, Scores) and len(answer) == size:
+        return answer
+    returned = f"{len(answer)} scores" if isinstance(answer, Scores) else f"a {type(answer).__name__}"
+    raise RewardError(
+        f"Reward {name!r} returned {returned} for {size} {noun}s; it must return visalign.interfaces.Scores, one for "
+        "each, or be a plain function that returns numbers. visalign.rewards.check_reward(reward), or of texts "
+        "check_text_reward, finds the fault."
+    )
 
-    def score_rows(start: int, stop: int) -> Any:
+
+def score_named(reward: Any, samples: Any, prompts: Sequence[Any], metadata: Any = None, *, name: str) -> Scores:
+    """Score samples by a reward, one score for each; what it raises names the reward and the sample."""
+
+    def score_rows(start: int, stop: int | None) -> Any:
         rows = slice(start, stop)
-        records = None if metadata is None else copy_records(list(metadata[rows]))
-        return reward.score(samples[rows], copy_records(list(prompts[rows])), records)
+        return reward.score(samples[rows], *copy_records([prompts[rows], metadata and metadata[rows]]))
 
     with unchanged(name, samples), Naming(name, score_rows, len(prompts)):
-        return score_rows(0, len(prompts))
+        answer = score_rows(0, None)
+    return check_answer(name, answer, len(prompts))
 
 
 @runtime_checkable

@@ -18,6 +18,7 @@ from torch import Tensor
 from visalign.data.sets.prompt_files import record_key
 from visalign.errors import RewardError as RewardError
 from visalign.interfaces import Metadata, Preferences, Scores
+from visalign.interfaces import check_answer as check_answer
 
 from .images import ImageBatch, load_images
 
@@ -55,23 +56,6 @@ def check_scales(name: str, scales: Mapping[str, tuple[float, float]], labels: I
     for label, (mean, std) in scales.items():
         if not (math.isfinite(mean) and math.isfinite(std) and std > 0):
             raise ValueError(f"{name}[{label!r}] is ({mean}, {std}); needed are finite numbers with std above 0.")
-
-
-def check_answer(label: str, answer: Any, size: int, noun: str) -> Scores:
-    """Check that a reward returned one score per sample; errors name its label."""
-    if not isinstance(answer, Scores):
-        check = "check_reward" if noun == "image" else "check_text_reward"
-        raise RewardError(
-            f"Reward {label!r} returned a {type(answer).__name__}; it must return a visalign.interfaces.Scores, or be "
-            f"a plain function that returns numbers. visalign.rewards.{check}(reward) finds the fault."
-        )
-    for name, column in {"value": answer.value, "valid": answer.valid, **answer.parts}.items():
-        form = list(column.shape) if isinstance(column, Tensor) else type(column).__name__
-        if form != [size]:
-            raise RewardError(f"Reward {label!r} returned {name!r} as {form} for {size} {noun}s; needed is [{size}].")
-    if answer.valid.dtype != torch.bool:
-        raise RewardError(f"Reward {label!r} returned valid as {answer.valid.dtype}; it must be torch.bool.")
-    return answer
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ class Calibrated:
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Place each image's score among the reference; the raw score is the part "raw"."""
-        scores = self.reward.score(images, prompts, metadata)
+        scores = score_named(self.reward, images, prompts, metadata, name=self.reward.name)
         value = scores.value.detach().cpu().double()
         std = torch.zeros_like(value) if scores.std is None else scores.std.detach().cpu().double()
         reasons = failure_reasons(scores)

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from visalign.core.rewards.uncertainty import combine_members, penalise
-from visalign.errors import Naming
-from visalign.interfaces import Metadata, PointwiseReward, RewardCapabilities, Scores, copy_records, with_capabilities
-from visalign.rewards.base.contract import check_answer, check_rules, check_scales, make_scores, read_request
+from visalign.interfaces import Metadata, PointwiseReward, RewardCapabilities, Scores, score_named, with_capabilities
+from visalign.rewards.base.contract import check_rules, check_scales, make_scores, read_request
 from visalign.rewards.base.failure import failure_reasons
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.base.images import as_contract
@@ -49,8 +48,6 @@ class Ensemble:
     """
 
     capabilities = RewardCapabilities()
-    noun = "image"
-    """What is judged, for messages."""
 
     def __init__(
         self,
@@ -126,25 +123,22 @@ class Ensemble:
         texts = [request.prompts[row] for row, _ in readable]
         records = [request.metadata[row] for row, _ in readable]
 
-        def judge(member: PointwiseReward) -> Scores:
-            return member.score(loaded, list(texts), copy_records(records))
+        def judge(label: str, member: PointwiseReward) -> Scores:
+            return score_named(member, loaded, texts, records, name=label)
 
         return self.judged_by(judge, [row for row, _ in readable], list(request.images.reasons))
 
-    def judged_by(self, judge: Callable[[Any], Any], usable: list[int], reasons: list[str | None]) -> Scores:
-        """Score all B samples by what `judge` gets from each member for the usable rows.
+    def judged_by(self, judge: Callable[[str, Any], Scores], usable: list[int], reasons: list[str | None]) -> Scores:
+        """Score all B samples by what `judge` gets from each label and member for the usable rows.
 
-        `reasons` [B] says why the other rows are not judged. A member that raises, or does not return one
-        score per sample, is named by its label.
+        `reasons` [B] says why the other rows are not judged.
         """
         rows, size, count = torch.tensor(usable, dtype=torch.int64), len(reasons), len(self.members)
         mean = torch.full((count, size), torch.nan, dtype=torch.float64)
         variance = torch.zeros(count, size, dtype=torch.float64)
         failures: list[list[str]] = [[] for _ in range(size)]
         for number, (label, member) in enumerate(self.members.items()) if usable else ():
-            with Naming(label):
-                answer = judge(member)
-            scores = check_answer(label, answer, len(usable), self.noun)
+            scores = judge(label, member)
             mean[number, rows] = self._convert(label, scores.value.detach().cpu().double())
             mean[number, rows[~scores.valid.cpu()]] = torch.nan
             if scores.std is not None:

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from visalign.errors import Naming
-from visalign.interfaces import Metadata, PointwiseReward, RewardCapabilities, Scores, with_capabilities
+from visalign.interfaces import Metadata, PointwiseReward, RewardCapabilities, Scores, score_named, with_capabilities
 from visalign.rewards.base.clips import listed_clips, read_clip
 from visalign.rewards.base.contract import RewardError, check_counts, make_scores, read_metadata
 from visalign.rewards.base.failure import failure_reasons
@@ -74,21 +73,20 @@ class Frames:
             clip_frames, reasons[row] = read_clip(f"{self.name}: images[{row}]", clip, self._chosen)
             frames += clip_frames
             rows += [row] * len(clip_frames)
-        with Naming(self.reward.name):
-            arguments = [prompts[row] for row in rows], [records[row] for row in rows]
-            scores = self.reward.score(as_contract(frames), *arguments) if rows else None
+        if not rows:
+            return make_scores(torch.full((len(clips),), torch.nan), reasons, self.unit)
+        arguments = [prompts[row] for row in rows], [records[row] for row in rows]
+        scores = score_named(self.reward, as_contract(frames), *arguments, name=self.reward.name)
         return self._averaged(scores, rows, reasons)
 
     def _chosen(self, length: int) -> list[int]:
         n = min(self.frames, length)
         return [(2 * k + 1) * length // (2 * n) for k in range(n)]
 
-    def _averaged(self, scores: Scores | None, rows: list[int], reasons: list[str | None]) -> Scores:
+    def _averaged(self, scores: Scores, rows: list[int], reasons: list[str | None]) -> Scores:
         """Average the scores of frames to those of clips; `rows` says whose frame each is."""
         size, owner = len(reasons), torch.tensor(rows, dtype=torch.long)
         count = torch.bincount(owner, minlength=size).double()
-        if scores is None:
-            return make_scores(torch.full((size,), torch.nan), reasons, self.unit)
         counts = dict.fromkeys(range(size), 0)
         for row, reason in zip(rows, failure_reasons(scores), strict=True):
             if reason is not None and reasons[row] is None:

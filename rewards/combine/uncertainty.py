@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from visalign.core.rewards.uncertainty import bhattacharyya_overlap, penalise
-from visalign.errors import Naming
-from visalign.interfaces import Metadata, PointwiseReward, RewardCapabilities, Scores, with_capabilities
+from visalign.interfaces import Metadata, PointwiseReward, RewardCapabilities, Scores, score_named, with_capabilities
 from visalign.rewards.base.contract import RewardError, check_choices
 from visalign.rewards.base.identity import Identity
 
@@ -74,8 +73,7 @@ class UncertaintyUsed:
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Score with the reward and use its uncertainty."""
-        with Naming(self.reward.name):
-            scores = self.reward.score(images, prompts, metadata)
+        scores = score_named(self.reward, images, prompts, metadata, name=self.reward.name)
         raw, scores, std = scores.value, *with_deviation(self.reward.name, scores)
         mean, std, valid = scores.value.double(), std.double(), scores.valid
         sign = 1.0 if self.higher_is_better else -1.0

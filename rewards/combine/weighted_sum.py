@@ -14,19 +14,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from visalign.errors import Naming, excerpt
+from visalign.errors import excerpt
 from visalign.interfaces import (
     NOT_FOR_SAMPLE,
     Metadata,
     RewardCapabilities,
     Scores,
-    copy_records,
-    unchanged,
+    score_named,
     with_capabilities,
 )
 from visalign.rewards.base.contract import (
     RewardError,
-    check_answer,
     check_rules,
     check_scales,
     make_scores,
@@ -208,28 +206,24 @@ class WeightedSum:
             images = as_contract([image for _, image in request.images.readable()])
             prompts, records = [prompts[row] for row in rows], [request.metadata[row] for row in rows]
 
-        def judge(reward: Any, chunk: slice) -> Scores:
-            metadata = copy_records(records if reward.capabilities.needs_group else without_group(records))
+        def judge(label: str, reward: Any) -> Scores:
+            metadata = records if reward.capabilities.needs_group else without_group(records)
             samples = images if reward.capabilities.takes_gpu_images else on_cpu(images)
-            with unchanged(reward.name, samples):
-                return reward.score(samples[chunk], list(prompts[chunk]), metadata[chunk])
+            return score_named(reward, samples, prompts, metadata, name=label)
 
         return self.add_up(judge, rows, reasons)
 
-    def add_up(self, judge: Callable[[Any, slice], Any], usable: list[int], unusable: Sequence[str | None]) -> Scores:
-        """Score all B samples by what `judge` gets from each reward for a slice of the usable rows.
+    def add_up(self, judge: Callable[[str, Any], Scores], usable: list[int], unusable: Sequence[str | None]) -> Scores:
+        """Score all B samples by what `judge` gets from each label and reward for the usable rows.
 
-        `unusable` [B] says why the other rows are not judged. A reward that raises, or does not return one
-        score per sample, is named by its label.
+        `unusable` [B] says why the other rows are not judged.
         """
         total = torch.zeros(len(unusable), dtype=torch.float64)
         judged = torch.zeros(len(unusable), dtype=torch.bool)
         reasons = list(unusable)
         parts: dict[str, Tensor] = {}
         for label, (reward, weight) in self.rewards.items():
-            with Naming(label, lambda start, stop, reward=reward: judge(reward, slice(start, stop)), len(usable)):
-                answer = judge(reward, slice(None))
-            scores = spread_scores(check_answer(label, answer, len(usable), self.noun), usable, len(reasons))
+            scores = spread_scores(judge(label, reward), usable, len(reasons))
             if label in self.capabilities.advantage_weights:
                 scores, _ = with_deviation(label, scores)
             parts[label] = scores.value

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from visalign.core.preference.uncertainty import log_win_probability
-from visalign.errors import Naming
-from visalign.interfaces import Metadata, PairwiseReward, PointwiseReward, Preferences, with_capabilities
-from visalign.rewards.base.contract import Request, check_answer, check_choices, read_pairs, read_request
+from visalign.interfaces import Metadata, PairwiseReward, PointwiseReward, Preferences, score_named, with_capabilities
+from visalign.rewards.base.contract import Request, check_choices, read_pairs, read_request
 from visalign.rewards.base.failure import failure_reasons
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.base.images import as_contract
@@ -105,13 +104,13 @@ class PairsFromScores:
         labels = [(request.prompts[row], repr(request.metadata[row])) for row, _ in readable]
         first, index = distinct_images([image for _, image in readable], labels)
         distinct = [readable[i] for i in first]
-        with Naming(self.reward.name):
-            scores = self.reward.score(
-                as_contract([image for _, image in distinct]),
-                [request.prompts[row] for row, _ in distinct],
-                [request.metadata[row] for row, _ in distinct],
-            )
-        check_answer(self.reward.name, scores, len(distinct), "image")
+        scores = score_named(
+            self.reward,
+            as_contract([image for _, image in distinct]),
+            [request.prompts[row] for row, _ in distinct],
+            [request.metadata[row] for row, _ in distinct],
+            name=self.reward.name,
+        )
         rows = [row for row, _ in readable]
         value[rows] = torch.where(scores.valid, scores.value, torch.nan).detach().cpu().double()[index]
         if scores.std is not None:

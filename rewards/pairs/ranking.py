@@ -14,9 +14,8 @@ from torch import Tensor
 
 from visalign.core.preference.pairing import Method, next_pairs
 from visalign.core.preference.ranking import Model, RankingFit, fit_ranking
-from visalign.errors import Naming
-from visalign.interfaces import PairwiseReward, PointwiseReward, copy_records, with_capabilities
-from visalign.rewards.base.contract import Request, check_answer, check_rules, read_request
+from visalign.interfaces import PairwiseReward, PointwiseReward, copy_records, score_named, with_capabilities
+from visalign.rewards.base.contract import Request, check_rules, read_request
 from visalign.rewards.base.failure import failure_reasons
 from visalign.rewards.base.images import as_contract
 
@@ -103,13 +102,12 @@ def _rank_scores(judge: PointwiseReward, request: Request, level: float) -> Rank
     if readable:
         rows = [row for row, _ in readable]
         prompts, records = [request.prompts[row] for row in rows], [request.metadata[row] for row in rows]
-        with Naming(judge.name):
-            scores = judge.score(as_contract([image for _, image in readable]), prompts, records)
-        check_answer(judge.name, scores, len(readable), "image")
-        score[rows] = torch.where(scores.valid, scores.value, torch.nan).detach().cpu()
+        images = as_contract([image for _, image in readable])
+        scores = score_named(judge, images, prompts, records, name=judge.name)
+        score[rows] = torch.where(scores.valid, scores.value, torch.nan).detach().cpu().float()
         if scores.std is not None:
             z = float(torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64)))
-            low[rows], high[rows] = (score[rows] + sign * z * scores.std.detach().cpu() for sign in (-1, 1))
+            low[rows], high[rows] = (score[rows] + sign * z * scores.std.detach().cpu().float() for sign in (-1, 1))
         for row, reason in zip(rows, failure_reasons(scores), strict=True):
             reasons[row] = reason
     return Ranking(

@@ -17,8 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from visalign.errors import Naming
-from visalign.interfaces import Metadata, PointwiseReward, Scores, with_capabilities
+from visalign.interfaces import Metadata, PointwiseReward, Scores, score_named, with_capabilities
 from visalign.rewards.base.contract import Request, check_rules, prompt_problem, read_request, scatter_scores
 from visalign.rewards.base.failure import failure_reasons
 from visalign.rewards.base.images import as_contract
@@ -151,8 +150,7 @@ class VisionReward(EngineJudge):
         if rows:
             images = as_contract([image for row, image in request.images.readable() if row in rows])
             texts = [request.prompts[row] for row in rows], [request.metadata[row] for row in rows]
-            with Naming(self.alignment.name):
-                scores = self.alignment.score(images, *texts)
+            scores = score_named(self.alignment, images, *texts, name=self.alignment.name)
             alignment[rows] = scores.value
             for row, reason in zip(rows, failure_reasons(scores), strict=True):
                 reasons[row] = reasons[row] or (reason and f"alignment: {reason}")

@@ -41,8 +41,6 @@ class TextEnsemble(Ensemble):
         calibration: label -> (mean, std) for every member.
     """
 
-    noun = "completion"
-
     def __init__(
         self,
         members: Sequence[str] | Mapping[str, TextReward | str | Mapping[str, Any]],

@@ -17,9 +17,9 @@ from visalign.interfaces import (
     RewardCapabilities,
     Scores,
     TextReward,
-    copy_records,
     is_message,
     policy_text,
+    score_named,
 )
 from visalign.rewards.base.contract import check_list, is_text, make_scores, read_metadata
 
@@ -39,9 +39,9 @@ class TextRequest:
         """The entries of one metadata field, None where a record lacks it."""
         return [None if record is None else record.get(field) for record in self.metadata]
 
-    def score_with(self, reward: TextReward, chunk: slice = slice(None)) -> Scores:
-        """Score copies of the lists, so that a reward that changes them changes nobody else's."""
-        return reward.score(self.completions[chunk], *copy_records([self.prompts[chunk], self.metadata[chunk]]))
+    def score_with(self, label: str, reward: TextReward) -> Scores:
+        """Score the completions by a reward, which errors call `label`."""
+        return score_named(reward, self.completions, self.prompts, self.metadata, name=label)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,15 @@ from torch.nn.functional import normalize
 
 from visalign.core.rewards.fusion import neighbour_weights, reward_fusion
 from visalign.data.sets.prompt_files import load_prompts
-from visalign.errors import Naming
-from visalign.interfaces import Metadata, Prompt, RewardCapabilities, Scores, TextReward, with_capabilities
+from visalign.interfaces import (
+    Metadata,
+    Prompt,
+    RewardCapabilities,
+    Scores,
+    TextReward,
+    score_named,
+    with_capabilities,
+)
 from visalign.rewards.base.contract import check_rules, make_scores
 from visalign.rewards.base.failure import failure_reasons
 from visalign.text.messages import prompt_text
@@ -84,8 +91,7 @@ class RewardFusion:
     def score(self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None) -> Scores:
         """Score under the own prompts, then in one call under all neighbours, and fuse."""
         request = read_text_request(self.name, completions, prompts, metadata)
-        with Naming(self.reward.name):
-            scores = self.reward.score(completions, prompts, metadata)
+        scores = request.score_with(self.reward.name, self.reward)
         reward = torch.where(scores.valid.cpu(), scores.value.detach().cpu().float(), math.nan)
         similarity, neighbours = self._nearest(request)
         similarity = torch.where(reward.isnan()[:, None], math.nan, similarity)
@@ -117,8 +123,7 @@ class RewardFusion:
         completions = [request.completions[row] for row in present.nonzero()[:, 0].tolist()]
         records = [dict(self.pool[index]) for index in neighbours[present].tolist()]
         prompts = [record.pop("prompt") for record in records]
-        with Naming(self.reward.name):
-            scores = self.reward.score(completions, prompts, records)
+        scores = score_named(self.reward, completions, prompts, records, name=self.reward.name)
         rewards[present] = torch.where(scores.valid, scores.value.detach(), math.nan).cpu().float()
         return rewards
 

@@ -15,6 +15,7 @@ from visalign.errors import UserError
 from visalign.interfaces import RewardCapabilities, Scores, score_named
 from visalign.rewards import FunctionReward, RewardError, WeightedSum, check_reward, failure_reasons
 from visalign.rewards.combine.ensemble import Ensemble
+from visalign.rewards.combine.frames import Frames
 from visalign.rewards.pairs.ranking import rank
 from visalign.rewards.statistics import JpegSize, Sharpness
 from visalign.rewards.text.callables import TextFunctionReward
@@ -141,7 +142,7 @@ class Answering(JpegSize):
     def score(self, images, prompts, metadata=None):
         if isinstance(self.answer, BaseException):
             raise self.answer
-        return self.answer
+        return answer(**self.answer) if isinstance(self.answer, dict) else self.answer
 
 
 def answer(value, **fields) -> Scores:
@@ -153,16 +154,19 @@ def answer(value, **fields) -> Scores:
     ("response", "message"),
     [
         (KeyError("gpu lost"), r"Reward 'mine' raised KeyError: 'gpu lost'.* For a sample"),
-        ([1.0] * 4, r"Reward 'mine' returned a list; it must return a visalign\.interfaces\.Scores"),
-        (answer([1.0] * 3), r"Reward 'mine' returned 'value' as \[3\] for 4 images"),
-        (answer([1.0] * 4, parts={"x": torch.ones(3)}), r"'x' as \[3\] for 4 images"),
-        (answer([1.0] * 4, valid=torch.ones(4)), r"'mine' returned valid as torch\.float32"),
+        ([1.0] * 4, r"Reward 'mine' returned a list for 4 samples; it must return visalign\.interfaces\.Scores"),
+        (answer([1.0] * 3), "Reward 'mine' returned 3 scores for 4 samples"),
+        ({"value": [1.0] * 4, "parts": {"x": torch.ones(3)}}, r"'mine' raised .* got \[4\] and .*'x': \[3\]}"),
+        ({"value": [1.0] * 4, "valid": torch.ones(4)}, r"'mine' raised .* got torch\.float32 and {'value': \[4\]"),
+        ({"value": [1.0] * 4, "std": [1.0] * 4, "text": ["a"]}, r"'std': 'list', 'text': \[1\]}"),
         (RewardError("my own words"), "^my own words$"),
     ],
 )
 def test_a_reward_that_breaks_its_contract_is_named(response, message):
     with pytest.raises(RewardError, match=message):
         total({"mine": (Answering(response), 1.0)})
+    with pytest.raises(RewardError, match=message.replace("mine", "(mine|jpeg_size)")):
+        Frames(Answering(response)).score(IMAGES, PROMPTS)
 
 
 @pytest.mark.parametrize("normalise", ["none", "batch"])
@@ -215,7 +219,7 @@ def test_a_reward_that_changes_its_images_is_named_and_later_ones_never_get_them
             return super().score(images, prompts, metadata)
 
     images = torch.rand(4, 3, 8, 8)
-    with pytest.raises(UserError, match=r"'sharpness' changes its images in place. Have it work on images.clone"):
+    with pytest.raises(UserError, match=r"'a' changes its images in place. Have it work on images.clone"):
         WeightedSum({"a": (InPlace(), 1.0)}).score(images, PROMPTS)
     with torch.inference_mode():
         kinds = [(InPlace(), images), (ByNumpy(), images), (ByNumpy(), tuple(images)), (ByNumpy(), images.clone())]
