@@ -25,7 +25,7 @@ from visalign.evaluation.statistics.intervals import (
     bootstrap_samples,
     cluster_index,
     cluster_sums,
-    correlation_interval,
+    interval,
     ratio,
 )
 
@@ -67,12 +67,12 @@ def _pair_agreement(x: Array, y: Array, groups: NDArray[np.int64], seed: int, re
     if constant:
         return report | {"note": f"the {constant[0]} gives all {len(x)} images the same score"}
     clusters, draws = _overall_draws(x, y, groups, seed, resamples)
-    report["overall"] = _ends(correlation_interval(srcc(x, y), draws, clusters, level=LEVEL))
+    report["overall"] = _ends(interval(srcc(x, y), draws, clusters, level=LEVEL))
     report["kendall_b"] = kendall(x, y)
     generator = torch.Generator().manual_seed(seed)
     within, draws = within_groups(x, y, groups, generator=generator, resamples=resamples)
     enough = count if count >= FEWEST_PROMPTS else 1
-    report["within"] = _ends(correlation_interval(within, draws, enough, level=LEVEL))
+    report["within"] = _ends(interval(within, draws, enough, level=LEVEL))
     report["same_choice"], report["pairs"] = same_order(x, y, groups)
     if report["within"]["estimate"] is None:
         report["note"] = "no prompt has two images that both rewards tell apart"

@@ -16,7 +16,7 @@ from visalign.evaluation.statistics.intervals import (
     RatioTable,
     bootstrap,
     cluster_sums,
-    correlation_interval,
+    interval,
 )
 
 from .judged_pairs import IntervalSettings, JudgedPairs
@@ -60,4 +60,4 @@ def alpha_interval(
         return Interval(estimate=math.nan, level=settings.level)
     draws = bootstrap(by_prompt, lambda s: statistic(s)[:, None], **settings.drawing())[:, 0]
     estimate = float(statistic(by_prompt.sum(0)[None])[0])
-    return correlation_interval(estimate, draws, len(by_prompt), level=settings.level)
+    return interval(estimate, draws, len(by_prompt), level=settings.level)

@@ -22,7 +22,7 @@ from visalign.evaluation.statistics.correlations import (
     weighted_pearson,
     weighted_srcc,
 )
-from visalign.evaluation.statistics.intervals import bootstrap_samples, cluster_index, correlation_interval, finite
+from visalign.evaluation.statistics.intervals import bootstrap_samples, cluster_index, finite, interval
 from visalign.evaluation.statistics.selective import risk_coverage
 
 from .agreement import within_groups
@@ -176,7 +176,7 @@ def _correlations(
     if clusters < len(x):
         estimates["srcc_within"], draws["srcc_within"] = within_groups(x, y, index, **settings.drawing())
     return {
-        name: correlation_interval(estimate, draws[name], clusters, level=settings.level).to_dict()
+        name: interval(estimate, draws[name], clusters, level=settings.level).to_dict()
         for name, estimate in estimates.items()
     }
 
@@ -210,7 +210,7 @@ def _slices(
         if len(a) >= SMALLEST_SLICE and np.ptp(a) > 0 and np.ptp(b) > 0:
             numbers, clusters = cluster_index(index[inside])
             draws = bootstrap_samples(partial(weighted_srcc, a, b), numbers, clusters, **settings.drawing())
-            number = correlation_interval(srcc(a, b), draws, clusters, level=settings.level)
+            number = interval(srcc(a, b), draws, clusters, level=settings.level)
             entry |= {"srcc": number.to_dict(), "clusters": clusters}
         slices.setdefault(kind, []).append(entry)
     return slices

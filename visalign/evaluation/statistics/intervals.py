@@ -165,19 +165,20 @@ def bootstrap(
 
 
 def interval(estimate: float, draws: Array, clusters: int, *, level: float = 0.95) -> Interval:
-    """Percentile interval of draws [R]; NaN ends with fewer than two clusters, or half of the draws undefined."""
+    """Percentile interval of draws [R]; NaN ends with fewer than two clusters, half of the draws undefined, or all
+    equal, as of a correlation of 1: no resample says anything about its error.
+    """
     valid = draws[np.isfinite(draws)]
-    if clusters < 2 or not math.isfinite(estimate) or 2 * len(valid) < len(draws) or not len(valid):
+    if clusters < 2 or not math.isfinite(estimate) or 2 * len(valid) < len(draws) or are_equal(valid):
         return Interval(estimate=estimate, level=level)
     tail = expanded_tail(clusters, level=level)
     low, high = np.quantile(valid, [tail, 1 - tail])
     return Interval(estimate=estimate, low=float(low), high=float(high), level=level)
 
 
-def correlation_interval(estimate: float, draws: Array, clusters: int, *, level: float = 0.95) -> Interval:
-    """Compute `interval` of a correlation; the ends are NaN at ±1, where no resample says anything about its error."""
-    perfect = abs(estimate) > 1 - 1e-9
-    return interval(estimate, draws, 1 if perfect else clusters, level=level)
+def are_equal(values: Array) -> bool:
+    """Check that numbers, of which there may be none, differ by rounding alone."""
+    return not len(values) or bool(np.ptp(values) <= 1e-9 * max(1.0, float(np.abs(values).max())))
 
 
 def expanded_tail(clusters: int, *, level: float = 0.95) -> float:
@@ -223,9 +224,12 @@ class RatioTable:
         intervals: dict[Hashable, Interval] = {}
         for k, (key, (*_, share)) in enumerate(self._sums.items()):
             estimate, count = float(estimates[k]), int(clusters[k])
-            intervals[key] = interval(estimate, draws[:, k], count, level=level)
-            if share and count > 1 and np.nanmax(draws[:, k]) - np.nanmin(draws[:, k]) < 1e-9:
+            if count < 2 or not are_equal(draws[np.isfinite(draws[:, k]), k]):
+                intervals[key] = interval(estimate, draws[:, k], count, level=level)
+            elif share:
                 intervals[key] = wilson_interval(count * estimate, count, level=level)
+            else:  # such as the change from a policy to itself
+                intervals[key] = Interval(estimate=estimate, low=estimate, high=estimate, level=level)
         return intervals
 
 
