@@ -207,7 +207,7 @@ def _scorer(
     """Return a function that scores parts of stored images as `evaluate` does drawn ones."""
 
     def score_part(part: Sequence[ImageRow], decoded: Sequence[Tensor | None]) -> HeldoutResult:
-        tally = Tally(correctness=correctness, samples="images")
+        tally = Tally(correctness=correctness)
         prompts, records = [row.prompt for row in part], [row.metadata for row in part]
         images = [resolve_image(row.image) for row in part]
         pixels = [i if levels is None else levels for i, levels in zip(images, decoded, strict=True)]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from tests.support.evaluation_samples import make_result
 from visalign.evaluation import HeldoutResult, check_judge, evaluate, joined, load_heldout
+from visalign.errors import RewardError
 from visalign.flow.noise import initial_noise
 from visalign.flow.rollout import rollout
 from visalign.flow.transitions import SOLVERS
@@ -330,16 +331,16 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
         ({"correctness": "shape_verifier"}, "'shape_verifier' is not among.*Did you mean 'shapes_verifier'"),
         (
             {"rewards": {"short": Values(lambda _: [0.0])}, "correctness": None},
-            "'short' returned 1 scores for 3 images",
+            "'short' returned 1 scores for 3 samples",
         ),
         (
             {"rewards": {"bare": Bare(lambda prompts: [0.0] * len(prompts))}, "correctness": None},
-            "'bare' returned a list for 3 images; it must return Scores",
+            "'bare' returned a list for 3 samples; it must return",
         ),
     ],
 )
 def test_bad_input_is_named(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, RewardError), match=message):
         run(**changes)
 
 

@@ -116,7 +116,7 @@ class Explains(Brightness):
     def score(self, images: Any, prompts: Any, metadata: Any = None) -> Scores:
         scores = super().score(images, prompts, metadata)
         parts = {"light_part": scores.value.clone()}
-        texts = ["<script>bad</script>", "fine"]
+        texts = ["<script>bad</script>", *["fine"] * (len(scores) - 1)]
         return Scores(value=scores.value, valid=scores.valid, unit="x", parts=parts, text=texts)
 
 

@@ -182,7 +182,7 @@ def test_scores_of_stretches_are_joined_with_what_one_of_them_lacks():
         "b": [True, False, False],
     }
     assert scores.reason == [None, None, None] and scores.text is None
-    assert RewardScorer(Brightness(), what="images", in_thread=False).chunks([0, 0, 1], 9)[2].tolist() == [2]
+    assert RewardScorer(Brightness(), in_thread=False).chunks([0, 0, 1], 9)[2].tolist() == [2]
 
 
 def test_scores_of_some_samples_are_spread_over_all() -> None:

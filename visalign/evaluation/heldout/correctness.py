@@ -24,7 +24,6 @@ class Tally:
     """Accumulates scores and verdicts batch by batch."""
 
     correctness: str | None  # Name of the reward that gives the verdicts
-    samples: str  # Kind of samples, in the plural
     correct: list[bool] = field(default_factory=list)
     judged: list[bool] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
@@ -33,7 +32,6 @@ class Tally:
 
     def add(self, name: str, reward: Any, scores: Scores, size: int) -> None:
         """Store one reward's scores of `size` samples, and its verdicts if it gives them."""
-        check_size(name, scores, size, self.samples)
         valid = finite_scores(scores)
         value = scores.value.detach().cpu().to(torch.float32)
         self.values.setdefault(name, []).append(torch.where(valid, value, torch.tensor(torch.nan)).numpy())
@@ -86,15 +84,6 @@ def record_tags(records: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """Return the category of each record: its tag, else its task; null is none."""
     fields = ([record.get("tag"), record.get("task"), "untagged"] for record in records)
     return tuple(str(next(value for value in values if value is not None)) for values in fields)
-
-
-def check_size(name: str, scores: Scores, size: int, samples: str) -> None:
-    """Refuse scores that are not one per sample."""
-    if not isinstance(scores, Scores) or len(scores) != size:
-        returned = f"{len(scores)} scores" if isinstance(scores, Scores) else f"a {type(scores).__name__}"
-        raise UserError(
-            f"Reward '{name}' returned {returned} for {size} {samples}; it must return Scores with one value each."
-        )
 
 
 def finite_scores(scores: Scores) -> Tensor:

@@ -54,7 +54,7 @@ def evaluate(
     count = min(total, max_images)
     image_index, thumbnails = np.arange(count, dtype=np.int64) * total // count - first, []  # evenly spaced
     image_index = image_index[(image_index >= 0) & (image_index < len(prompts))]
-    tally = Tally(correctness=correctness, samples="images")
+    tally = Tally(correctness=correctness)
     clips = {name for name, reward in rewards.items() if with_capabilities(reward).capabilities.takes_clips}
     with _inference(policy):
         batches = _sample(policy, metadata, sample_seeds, sigmas, batch_size, bool(clips), solver)

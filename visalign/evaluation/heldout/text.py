@@ -18,7 +18,7 @@ from visalign.text import Sampling, StoppingCriteria, TextPolicy, TextRollout
 from visalign.text.messages import prompt_text
 from visalign.text.tool_calls import score_generated
 
-from .correctness import Tally, check_evaluation, check_size, finite_scores, record_tags, verdict
+from .correctness import Tally, check_evaluation, finite_scores, record_tags, verdict
 from .result import ENTROPY, LENGTH, HeldoutResult
 
 GREEDY, ANY = "greedy", "any_of_samples"
@@ -65,7 +65,7 @@ def evaluate_text(
             prompts, seeds=drawn, num_generations=len(seeds), sampling=sampling, stopping=stopping
         )
     metadata = [record for record in records for _ in seeds]
-    tally = Tally(correctness=correctness, samples="completions")
+    tally = Tally(correctness=correctness)
     for name, reward in rewards.items():
         tally.add(name, reward, _score(name, reward, rollout, metadata), len(metadata))
     fields = tally.fields(rewards, len(metadata))
@@ -92,9 +92,7 @@ def _score(name: str, reward: TextReward, rollout: TextRollout, metadata: Sequen
 
     def score(rows: Sequence[int]) -> Scores:
         columns = ([column[row] for row in rows] for column in (rollout.text, rollout.prompt, metadata))
-        scores = score_named(reward, *columns, name=name)
-        check_size(name, scores, len(rows), "completions")
-        return scores
+        return score_named(reward, *columns, name=name)
 
     return score_generated(rollout, score)
 

@@ -139,7 +139,7 @@ class ImageAlgorithm(Algorithm):
         self.records, self.features, self.stored, self.references = records, features, stored, references
         self.caption_dropout, self.teacher, self.batch_size = caption_dropout, teacher, rollout.measured_batch_size
         in_thread = rollout.overlap > 1 or rollout.staleness > 0
-        self.scorer = RewardScorer(as_higher_is_better(reward), what="images", in_thread=in_thread)
+        self.scorer = RewardScorer(as_higher_is_better(reward), in_thread=in_thread)
         self.discriminators = build_discriminators(settings, rollout, self_imitation, reward, seed, self.accelerator)
         self.sampler = self._build_sampler(strata, cycle)
         self.samples = rollout.prompts_per_iteration * rollout.group_size

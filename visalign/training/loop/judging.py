@@ -26,27 +26,19 @@ Records = Sequence[Mapping[str, Any]]
 
 
 class RewardFailure(UserError):
-    """The reward could not score too many samples, or returned something other than scores."""
+    """The reward could not score too many samples."""
 
 
-def score_samples(reward: Any, samples: Any, records: Records, *, what: str = "images") -> Scores:
-    """Score images [b, 3, H, W] or b completions (`what`, in messages) against their prompt records."""
-    scores = score_named(reward, samples, [record["prompt"] for record in records], records, name=reward.name)
-    if not isinstance(scores, Scores) or len(scores) != len(records):
-        returned = f"{len(scores)} scores" if isinstance(scores, Scores) else type(scores).__name__
-        raise RewardFailure(
-            f"reward {reward.name!r} returned {returned} for {len(records)} {what}; it must return one "
-            f"Scores with one value for each of the {what}. visalign.rewards.check_reward(reward) (or "
-            "check_text_reward) finds the fault."
-        )
-    return scores
+def score_samples(reward: Any, samples: Any, records: Records) -> Scores:
+    """Score images [b, 3, H, W] or b completions against their prompt records."""
+    return score_named(reward, samples, [record["prompt"] for record in records], records, name=reward.name)
 
 
 class RewardScorer:
     """Scores chunks of an iteration in the order in which they are submitted, at once or `in_thread`."""
 
-    def __init__(self, reward: Any, *, what: str, in_thread: bool) -> None:
-        self._reward, self._what, self.iteration = with_capabilities(reward), what, 0
+    def __init__(self, reward: Any, *, in_thread: bool) -> None:
+        self._reward, self.iteration = with_capabilities(reward), 0
         self._thread = None
         if in_thread:
             device = torch.cuda.current_device() if torch.cuda.is_available() else None
@@ -71,8 +63,8 @@ class RewardScorer:
     def submit(self, samples: Any, records: Records) -> Callable[[], Scores]:
         """Submit a chunk; the returned function waits for its scores, and raises what the reward raised."""
         if self._thread is not None:
-            return self._thread.submit(score_samples, self.reward, samples, records, what=self._what).result
-        scores = score_samples(self.reward, samples, records, what=self._what)
+            return self._thread.submit(score_samples, self.reward, samples, records).result
+        scores = score_samples(self.reward, samples, records)
         return lambda: scores
 
     def wait(self) -> None:

@@ -115,9 +115,7 @@ class TextRL(TextAlgorithm):
             policy=policy,
             reference=reference,
             generator=policy if generator is None else generator,
-            scorer=RewardScorer(
-                reward, what="completions", in_thread=self.rollout.overlap > 1 or self.rollout.staleness > 0
-            ),
+            scorer=RewardScorer(reward, in_thread=self.rollout.overlap > 1 or self.rollout.staleness > 0),
             records=records,
             rollout=self.rollout,
             objective=base,

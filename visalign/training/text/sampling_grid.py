@@ -112,7 +112,7 @@ def sample_point(
 
         def score(rows: Sequence[int], columns: Sequence[Any] = columns) -> Scores:
             texts, records = zip(*(columns[row] for row in rows), strict=True)
-            return score_samples(reward, list(texts), records, what="completions")
+            return score_samples(reward, list(texts), records)
 
         scores = score_generated(rollout, score)
         value = scores.value.detach().float().cpu()

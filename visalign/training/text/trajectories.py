@@ -144,7 +144,7 @@ def _prompt_rewards(
         group=labels,
     )
     metadata = [records[label] for label in labels for _ in range(count)]
-    scores = score_samples(parts.reward, list(other.text), metadata, what="completions")
+    scores = score_samples(parts.reward, list(other.text), metadata)
     value = torch.where(scores.valid.cpu(), scores.value.cpu(), torch.nan).float().view(len(labels), count)
     return value[[labels.index(label) for label in rollout.group]]
 
