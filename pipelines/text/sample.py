@@ -225,7 +225,7 @@ def _select(
     config: TextSampleConfig, records: Records, completions: Completions, output: Path, begin: float
 ) -> RunSummary:
     rule = config.selection
-    selectable = selection.selectable_completions(completions, truncated=rule.truncated)
+    selectable = completions.scored & (~completions.truncated | rule.truncated)
     rules = {"threshold": rule.threshold, "skip_solved": rule.skip_solved}
     chosen = _choose(rule, completions, selectable & selection.worth_learning(completions, selectable, **rules))
     truncated, length = int(completions.truncated.sum()), len(completions)
@@ -275,7 +275,7 @@ def _choose(rule: SelectionConfig, completions: Completions, candidates: Tensor)
     """Return indices of the completions that become the dataset, by prompt, among candidates (bool [B])."""
     reward, prompt = completions.reward, completions.prompt
     if rule.rule == "all":
-        chosen = selection.every_valid(candidates)
+        chosen = candidates.nonzero()[:, 0].tolist()
     elif rule.rule == "best_of_n":
         chosen = selection.best_of_group(reward, prompt, seed=rule.seed, valid=candidates)
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -14,37 +15,36 @@ from visalign.training.text.sampling_grid import Completions, GridPoint, grid_po
 from visalign.training.text.selection import (
     accepted_completions,
     best_of_group,
-    every_valid,
     failure_reasons,
     normalised_text,
-    selectable_completions,
     statistics,
     worth_learning,
 )
 
 NAN = math.nan
+ALL = torch.ones(40, dtype=torch.bool)
 
 
 def test_best_of_each_group():
     reward = torch.tensor([0.1, 0.9, 0.5, NAN, -2.0, -1.0, NAN])
     group = ["a", "a", "b", "b", "c", "c", "d"]
-    assert best_of_group(reward, group, seed=0) == [1, 2, 5]
+    assert best_of_group(reward, group, seed=0, valid=ALL[:7]) == [1, 2, 5]
     valid = torch.tensor([True, False, True, True, True, True, True])
     assert best_of_group(reward, group, seed=0, valid=valid) == [0, 2, 5]
-    assert every_valid(valid) == [0, 2, 3, 4, 5, 6]
 
 
 def test_ties_are_drawn_by_lot_of_the_seed_and_the_group_alone():
     reward = torch.tensor([1.0, 0.0, 1.0, 1.0])
-    drawn = Counter(best_of_group(reward, ["a"] * 4, seed=s)[0] for s in range(600))
+    drawn = Counter(best_of_group(reward, ["a"] * 4, seed=s, valid=ALL[:4])[0] for s in range(600))
     assert set(drawn) == {0, 2, 3} and min(drawn.values()) > 150
     for seed in range(5):
-        selected = best_of_group(reward, ["a"] * 4, seed=seed)
-        beside = best_of_group(torch.cat([torch.ones(3), reward]), ["b"] * 3 + ["a"] * 4, seed=seed)
+        selected = best_of_group(reward, ["a"] * 4, seed=seed, valid=ALL[:4])
+        both = torch.cat([torch.ones(3), reward])
+        beside = best_of_group(both, ["b"] * 3 + ["a"] * 4, seed=seed, valid=ALL[:7])
         assert beside[1:] == [index + 3 for index in selected]
     tied = torch.ones(40)
     groups = [i // 2 for i in range(40)]
-    first = [index % 2 for index in best_of_group(tied, groups, seed=1)]
+    first = [index % 2 for index in best_of_group(tied, groups, seed=1, valid=ALL)]
     assert 0 < sum(first) < 20  # each group draws its own lot
 
 
@@ -52,29 +52,29 @@ def test_accepted_completions_reach_the_threshold_and_no_group_has_more_than_its
     reward = torch.tensor([1.0, 0.4, 0.5, 1.0, 1.0, NAN, 0.7])
     group = [0, 0, 0, 0, 1, 1, 2]
     text = ["a", "b", "c", "d", "e", "f", "g"]
-    assert accepted_completions(reward, group, text, threshold=0.5, seed=0) == [0, 2, 3, 4, 6]
-    assert accepted_completions(reward, group, text, threshold=1.5, seed=0) == []
-    valid = torch.tensor([False, True, True, True, True, True, True])
-    assert accepted_completions(reward, group, text, threshold=0.5, seed=0, valid=valid) == [2, 3, 4, 6]
+
+    def accepted(threshold=0.5, per_group=None, seed=0, valid=ALL[:7]):
+        return accepted_completions(
+            reward, group, text, threshold=threshold, per_group=per_group, seed=seed, valid=valid
+        )
+
+    assert accepted() == [0, 2, 3, 4, 6] and accepted(threshold=1.5) == []
+    assert accepted(valid=torch.arange(7) > 0) == [2, 3, 4, 6]
     for seed in range(20):
-        two = accepted_completions(reward, group, text, threshold=0.5, per_group=2, seed=seed)
+        two = accepted(per_group=2, seed=seed)
         assert len(two) == 4 and two[2:] == [4, 6] and set(two[:2]) < {0, 2, 3}
-    drawn = Counter(
-        index
-        for seed in range(300)
-        for index in accepted_completions(reward, group, text, threshold=0.5, per_group=1, seed=seed)
-    )
+    drawn = Counter(index for seed in range(300) for index in accepted(per_group=1, seed=seed))
     assert drawn[4] == drawn[6] == 300 and min(drawn[i] for i in (0, 2, 3)) > 60  # the reward plays no part
 
 
 def test_different_completions_go_before_repeats():
     text = ["1 + 1 = 2", "1 + 1  = 2", "two", "1 + 1 =\n2", "2"]
     assert normalised_text(text[0]) == normalised_text(text[1]) == normalised_text(text[3]) != normalised_text(text[4])
-    reward, group = torch.ones(5), [0] * 5
+    options: dict[str, Any] = {"threshold": 1.0, "valid": ALL[:5]}
     for seed in range(20):
-        three = accepted_completions(reward, group, text, threshold=1.0, per_group=3, seed=seed)
+        three = accepted_completions(torch.ones(5), [0] * 5, text, per_group=3, seed=seed, **options)
         assert {normalised_text(text[i]) for i in three} == {"1 + 1 = 2", "two", "2"}
-        four = accepted_completions(reward, group, text, threshold=1.0, per_group=4, seed=seed)
+        four = accepted_completions(torch.ones(5), [0] * 5, text, per_group=4, seed=seed, **options)
         assert len(four) == 4 and {2, 4} < set(four)  # the repeat fills up
 
 
@@ -145,8 +145,7 @@ def test_a_hint_stands_behind_the_prompt_with_the_records_fields():
 
 def test_statistics_by_hand():
     completions = _completions()
-    free = selectable_completions(completions, truncated=False)
-    assert free.tolist() == [True] * 5 + [False, False, True]
+    free = completions.scored & ~completions.truncated
     summary = statistics(completions, free, threshold=1.0)
     assert (summary["completions"], summary["judged"], summary["failed"], summary["truncated"]) == (8, 7, 1, 1)
     assert summary["accepted"] == 2 and summary["acceptance_rate"] == pytest.approx(2 / 7)

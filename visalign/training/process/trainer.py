@@ -63,8 +63,6 @@ class StepTexts:
     length are refused ("refuse") or left out ("drop").
     """
 
-    dropped: int  # Records that were too long
-
     def __init__(
         self,
         model: nn.Module,
@@ -76,7 +74,7 @@ class StepTexts:
         too_long: str = "refuse",
         cut: StepLimits | None = None,
     ) -> None:
-        self.model, self.dropped = model, 0
+        self.model = model
         config = getattr(model, "config", None)
         self.learns_outcomes = getattr(config, "num_labels", 2) == 1
         encoder = StepEncoder(tokenizer, reading or StepReading(), cut)
@@ -86,7 +84,6 @@ class StepTexts:
             steps, labels = read_record(number, record, encoder.reading, outcomes=self.learns_outcomes)
             tokens = encoder.encode(record["prompt"], steps)
             if len(tokens.ids) > longest and too_long == "drop":
-                self.dropped += 1
                 continue
             if len(tokens.ids) > longest:
                 raise UserError(

@@ -157,10 +157,11 @@ class RatingSettings(RewardObjectiveSettings):
 
 
 @settings("objective")
-class CritiqueSettings(RewardObjectiveSettings):
-    """Cross-entropy of the log-odds that a written critique is right."""
+class AnswerSettings(RewardObjectiveSettings):
+    """Cross-entropy of log-odds."""
 
-    task: Literal["critique"] = "critique"
+    task: Literal["critique", "checklist_answers"] = "critique"
+    """critique (is what a judge wrote right), or checklist_answers (of a checklist, with people's shares of yes)."""
     mass: NonNegative = 1.0
     """As in a rating."""
 
@@ -189,15 +190,6 @@ class ChecklistSettings(VotesSettings):
 
 
 @settings("objective")
-class ChecklistAnswersSettings(RewardObjectiveSettings):
-    """Cross-entropy of the answers to a checklist with people's shares of yes."""
-
-    task: Literal["checklist_answers"] = "checklist_answers"
-    mass: NonNegative = 1.0
-    """As in a rating."""
-
-
-@settings("objective")
 class HeieObjectiveSettings(RewardObjectiveSettings):
     """HEIE's maps of faults and its score of plausibility."""
 
@@ -217,9 +209,8 @@ AnyObjective = Annotated[
     | IctHpSettings
     | YesNoSettings
     | RatingSettings
-    | CritiqueSettings
+    | AnswerSettings
     | ChecklistSettings
-    | ChecklistAnswersSettings
     | HeieObjectiveSettings,
     Field(discriminator="task"),
 ]

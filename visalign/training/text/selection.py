@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,19 +24,6 @@ from visalign.core import best_of_n_kl_bound, expected_best_of_k, pass_at_k
 from visalign.seeds import sample_seed
 
 from .sampling_grid import Completions
-
-
-def selectable_completions(completions: Completions, *, truncated: bool) -> Tensor:
-    """Return bool [B], completions that may become training data: scored and, unless `truncated`, ended.
-
-    Training on a truncated completion teaches to stop anywhere.
-    """
-    return completions.scored if truncated else completions.scored & ~completions.truncated
-
-
-def every_valid(valid: Tensor) -> list[int]:
-    """Select all valid completions."""
-    return valid.nonzero()[:, 0].tolist()
 
 
 def worth_learning(
@@ -61,10 +48,10 @@ def worth_learning(
     return keep & ~solved if skip_solved else keep
 
 
-def best_of_group(reward: Tensor, group: Sequence[Hashable], *, seed: int, valid: Tensor | None = None) -> list[int]:
+def best_of_group(reward: Tensor, group: Sequence[Hashable], *, seed: int, valid: Tensor) -> list[int]:
     """Select the completion of the highest finite reward in each group, ascending; ties are broken at random."""
     chosen = []
-    for label, index in _groups(group, torch.isfinite(reward), valid):
+    for label, index in _groups(group, torch.isfinite(reward) & valid):
         highest = max(float(reward[i]) for i in index)
         ties = [i for i in index if float(reward[i]) == highest]
         chosen.append(ties[int(_generator(seed, "best", label).integers(len(ties)))])
@@ -77,9 +64,9 @@ def accepted_completions(
     text: Sequence[str],
     *,
     threshold: float,
-    per_group: int | None = None,
+    per_group: int | None,
     seed: int,
-    valid: Tensor | None = None,
+    valid: Tensor,
 ) -> list[int]:
     """Rejection sampling: select completions of at least a reward, at most `per_group` of each group, ascending.
 
@@ -87,7 +74,7 @@ def accepted_completions(
     completions. Distinct completions go before repeats (texts that differ in blanks alone are the same).
     """
     chosen: list[int] = []
-    for label, index in _groups(group, torch.isfinite(reward) & (reward >= threshold), valid):
+    for label, index in _groups(group, (reward >= threshold) & valid):
         order = [index[i] for i in _generator(seed, "accepted", label).permutation(len(index)).tolist()]
         chosen += _distinct_first(order, text)[:per_group]
     return sorted(chosen)
@@ -112,11 +99,11 @@ def _distinct_first(index: Sequence[int], text: Sequence[str]) -> list[int]:
     return sorted(index, key=lambda i: turn[i])
 
 
-def _groups(group: Sequence[Hashable], eligible: Tensor, valid: Tensor | None) -> Iterator[tuple[Hashable, list[int]]]:
+def _groups(group: Sequence[Hashable], eligible: Tensor) -> list[tuple[Hashable, list[int]]]:
     groups: dict[Hashable, list[int]] = {}
-    for i in every_valid(eligible.cpu() if valid is None else eligible.cpu() & valid.cpu().bool()):
+    for i in eligible.nonzero()[:, 0].tolist():
         groups.setdefault(group[i], []).append(i)
-    yield from groups.items()
+    return [*groups.items()]
 
 
 def _generator(seed: int, rule: str, label: Hashable) -> np.random.Generator:
