@@ -17,8 +17,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from tests.support.evaluation_samples import make_result
-from visalign.evaluation import HeldoutResult, check_judge, evaluate, joined, load_heldout
 from visalign.errors import RewardError
+from visalign.evaluation import HeldoutResult, check_judge, evaluate, joined, load_heldout
 from visalign.flow.noise import initial_noise
 from visalign.flow.rollout import rollout
 from visalign.flow.transitions import SOLVERS
