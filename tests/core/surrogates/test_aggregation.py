@@ -111,6 +111,3 @@ def test_a_sequence_split_over_micro_batches_keeps_its_own_mean() -> None:
         for part in (slice(0, 1), slice(1, 3))
     ]
     torch.testing.assert_close(halves[0] + halves[1], reduce(LOSS, WEIGHT, "seq_mean_token_mean"))
-
-
-COUNTS = count_step(torch.ones(2, 3), group=[0, 1])

@@ -15,9 +15,7 @@ from transformers import Qwen3ForTokenClassification
 from tests.support.models.language import tiny_config, tiny_model, tiny_tokenizer
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.errors import UserError
-from visalign.rewards import ImplicitProcessReward
 from visalign.text import Sampling, StoppingCriteria
-from visalign.training.loop.metrics import read_metrics
 from visalign.training.loop.optimizer import AdamWSettings
 from visalign.training.loop.trainer import RunSettings, Trainer
 from visalign.training.process.implicit import ImplicitTexts
@@ -123,29 +121,6 @@ def test_a_trainer_goes_on_where_it_is_and_two_passes_are_one_run_of_two() -> No
     assert not all(map(torch.equal, weights(2, prefetch_next=True), weights(1, 1, prefetch_next=False)))
 
 
-def test_a_resumed_fit_is_the_fit(tmp_path: Path) -> None:
-    """With a folder the trainer keeps checkpoints; the order of the rows goes on as well."""
-
-    def train(folder: Path, *iterations: int) -> tuple[float, list[float]]:
-        for count in iterations:
-            torch.manual_seed(0)
-            parameter = nn.Parameter(torch.randn(5))
-            fit = LabelFit([("one", parameter)], FitSettings(batch_size=2))
-            fit.rows = range(5)
-            label = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0])
-            fit.outputs = lambda rows, odds=parameter, label=label: LabelOutputs(
-                odds=odds[rows] * odds.sum(),
-                label=label[rows],
-                loss=step_label_loss(odds[rows] * odds.sum(), label[rows]),
-            )
-            trainer = Trainer(fit, run=RunSettings(folder=folder, iterations=count), optimizer=AdamWSettings(lr=0.1))
-            trainer.resume()
-            trainer.train()
-        return [r["loss"] for r in read_metrics(folder / "metrics.jsonl")][-1], parameter.tolist()
-
-    assert train(tmp_path / "two", 2, 4) == train(tmp_path / "one", 4)
-
-
 # the progress estimator
 
 
@@ -230,21 +205,6 @@ def completions(policy: CausalLMPolicy) -> Any:
     sampling = Sampling(temperature=0.8, top_k=20)
     stopping = StoppingCriteria(max_new_tokens=8)
     return policy.generate(["q", "1+1"], seeds=0, num_generations=8, sampling=sampling, stopping=stopping)
-
-
-def test_outcomes_alone_teach_the_implicit_reward() -> None:
-    """Right is what holds more of one letter; the first loss is ln 2, since the model is its reference."""
-    policy = CausalLMPolicy(tiny_model(), TOKENIZER)
-    rollout = completions(policy)
-    share = [text.count(" ") + text.count("a") + text.count("e") for text in rollout.text]
-    label = torch.tensor([float(n > sorted(share)[len(share) // 2 - 1]) for n in share])
-    assert 0 < label.sum() < len(label)
-    settings = FitSettings(epochs=12, batch_size=16, learning_rate=3e-3)
-    reports = train_implicit_process_reward(policy, rollout, label, settings=settings, beta=0.5)
-    assert reports[0].loss == pytest.approx(math.log(2), abs=1e-5)
-    assert reports[-1].loss < 0.3 and reports[-1].accuracy > 0.9
-    scores = ImplicitProcessReward(policy, tokenizer=TOKENIZER, beta=0.5).score_rollout(rollout)
-    assert ((scores.total > 0) == (label > 0.5)).float().mean() > 0.9
 
 
 def test_one_implicit_update_by_hand() -> None:

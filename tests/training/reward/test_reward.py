@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training of judges: each task's loss is the core's, a resumed run is the run, judges learn."""
+"""The training of judges: each task's loss is the core's, and what is measured and refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.support.training.images import check_resume
 from tests.support.training.rewards import ToyJudge, ToyPairs, pair_batch
 from visalign.core import yes_no_answer
 from visalign.core.preference.bradley_terry import bradley_terry_loss, outcome_loss, soft_labels, tie_log_prob
@@ -227,15 +226,6 @@ def test_micro_batches_and_processes_add_up_to_the_batch(tmp_path):
     parts = [next(iter(ToyPairs(48).batch(0, (i, 2)))).votes for i in range(2)]
     assert votes is not None and parts[0] is not None and parts[1] is not None
     assert torch.equal(torch.stack(parts, 1).flatten(0, 1), votes)  # type: ignore[arg-type]
-
-
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path):
-    def make(folder, run):
-        torch.rand(7)  # whatever else draws between two runs
-        return _trainer(folder, **run, optimizer={"ema_decay": 0.9, "decay_updates": 20, "decay": "cosine"})
-
-    outcome, trainer = check_resume(make, tmp_path, 2, 6)
-    assert trainer.counters.updates == 30 and outcome[2][-1]["samples"] == 6 * 5 * 64
 
 
 def test_measures_by_hand():

@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Supervised fine-tuning: the gradient is that of the whole batch, a resumed run is the run, it learns."""
+"""Supervised fine-tuning: the gradient is that of the whole batch, and one that is not finite moves nothing."""
 
 from __future__ import annotations
 
-import os
-import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +11,9 @@ from accelerate import Accelerator
 from torch.nn.functional import cross_entropy
 
 from tests.support.models.language import tiny_model, tiny_tokenizer
-from tests.support.training.images import outcome
 from visalign.adapters.causal_lm.demonstrations import DemonstrationBatches, demonstration_rollout
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
-from visalign.text import Sampling, StoppingCriteria, TextRollout
+from visalign.text import TextRollout
 from visalign.training.loop import checkpoint
 from visalign.training.loop.metrics import read_metrics
 from visalign.training.loop.optimizer import OptimizerSettings
@@ -30,26 +26,10 @@ RECORDS = [
     {"prompt": prompt, "completion": text}
     for prompt, text in (("ab", "a"), ("cd", "cc c"), ("e", "a long answer"), ("fg", "f!"), ("h", "hi hi"))
 ]
-PACE = {"lr": 1e-2, "weight_decay": 0.0, "micro_batch": 2, "ema_decay": 0.5, "ema_every": 1}
 
 
-def _policy(**options: Any) -> CausalLMPolicy:
-    return CausalLMPolicy(tiny_model(seed=3), tiny_tokenizer(), **options)
-
-
-def _trainer(
-    folder: Path, iterations: int = 6, *, policy: CausalLMPolicy | None = None, batches: Any = None, **more: Any
-) -> Trainer[SFT]:
-    policy = policy or _policy()
-    pace = OptimizerSettings(**{**PACE, "updates_per_iteration": 2, **more.pop("optimizer", {})})
-    keeping = {"folder": folder, "iterations": iterations, "config": {"seed": 0}, "checkpoint_every": 2}
-    batches = batches or DemonstrationBatches(policy, RECORDS, size=3, seed=5)
-    return Trainer(
-        SFT(policy, batches, accelerator=Accelerator(cpu=True)),
-        optimizer=pace,
-        run=RunSettings(**{**keeping, **more.pop("run", {})}),
-        **more,
-    )
+def _policy() -> CausalLMPolicy:
+    return CausalLMPolicy(tiny_model(seed=3), tiny_tokenizer())
 
 
 def backward_nll(policy: CausalLMPolicy, batch: TextRollout, **options: Any) -> float:
@@ -95,43 +75,13 @@ def test_micro_batches_change_nothing(size):
     assert float((_gradient(policy) - expected).norm()) < 1e-5 * float(expected.norm())
 
 
-def _greedy(policy: CausalLMPolicy) -> list[str]:
-    prompts = [r["prompt"] for r in RECORDS]
-    stopping = StoppingCriteria(max_new_tokens=20)
-    return list(policy.generate(prompts, seeds=0, sampling=Sampling(temperature=0.0), stopping=stopping).text)
-
-
-def test_a_random_model_learns_the_demonstrations_and_where_they_end(tmp_path):
-    policy = _policy()
-    completions = [r["completion"] for r in RECORDS]
-    assert sum(a == b for a, b in zip(_greedy(policy), completions, strict=True)) == 0
-    result = _trainer(tmp_path, 30, policy=policy, optimizer={"ema_decay": 0.0}).train()
-    rows = read_metrics(tmp_path / "metrics.jsonl")
-    assert rows[-1]["loss"] < 0.2 * rows[0]["loss"] and rows[-1]["perplexity"] < 2 < rows[0]["perplexity"]
-    assert sum(a == b for a, b in zip(_greedy(policy), completions, strict=True)) >= 4, _greedy(policy)
-    assert result.stopped == "finished" and result.counters.samples == 3 * result.counters.updates == 180
-
-
-def test_interrupted_and_resumed_equals_uninterrupted_bit_for_bit(tmp_path):
-    _trainer(tmp_path / "whole").train()
-
-    def ctrl_c(iteration: int) -> dict[str, float]:
-        if iteration == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-        return {}
-
-    cut = _trainer(tmp_path / "cut", run={"evaluate_every": 1}, evaluate=ctrl_c)
-    result = cut.train()
-    assert result.stopped == "interrupted" and result.counters.iteration == 3
-    again = _trainer(tmp_path / "cut")
-    assert again.resume()
-    assert again.train().stopped == "finished"
-    assert outcome(tmp_path / "whole") == outcome(tmp_path / "cut")
-    assert len(read_metrics(tmp_path / "whole" / "metrics.jsonl")) == 6
-
-
 def test_an_update_that_is_not_finite_is_left_out(tmp_path):
-    trainer = _trainer(tmp_path, 1)
+    policy = _policy()
+    trainer = Trainer(
+        SFT(policy, DemonstrationBatches(policy, RECORDS, size=3, seed=5), accelerator=Accelerator(cpu=True)),
+        optimizer=OptimizerSettings(lr=1e-2, micro_batch=2, updates_per_iteration=2),
+        run=RunSettings(folder=tmp_path, iterations=1, config={"seed": 0}),
+    )
     with torch.no_grad():
         trainer.weights.named[0][1][:] = torch.inf
     weights = [p.detach().clone() for _, p in trainer.weights.named[1:]]
