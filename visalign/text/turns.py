@@ -167,7 +167,8 @@ class ChatTurns:
             return {**answer, "content": f"error: {error}"}
         result = tool(**arguments)
         conversation.calls += 1
-        return {**answer, "content": result if isinstance(result, str) else json.dumps(result, default=str)}
+        text = result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
+        return {**answer, "content": text}
 
     def finish(self, conversations: Sequence[Conversation]) -> list[float | ToolFailure | None]:
         """Return the rewards of the environments, None where one gives none."""

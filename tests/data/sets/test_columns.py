@@ -190,7 +190,7 @@ def test_empty_cells_are_alike_in_all_formats(tmp_path: Path, write: str) -> Non
     frame = pandas.DataFrame(cells, columns=["image", "prompt", "caption", "mos", "score"])
     path = tmp_path / f"a.{ {'to_excel': 'xlsx', 'to_json': 'json'}.get(write, write[3:]) }"
     getattr(frame, write)(path, **({"orient": "records"} if write == "to_json" else {"index": False}))
-    with pytest.raises(UserError, match=r"row \d has an empty 'caption', which data.map.prompt"):
+    with pytest.raises(UserError, match=r"row \d has an empty field 'caption', which data.map.prompt"):
         load_prompts(path, names={"prompt": "caption"})
     with pytest.raises(UserError, match=r"row \d needs a .prompt. that is text"):
         load_prompts(path)

@@ -118,6 +118,7 @@ def test_equal_completions_are_refused_or_left_out(tmp_path):
             "chosen is .* a completion a text or a list of one message",
         ),
         (load_pairs, _judged(("p", "a", "x"))[0], "Row 1 of .*: reward is 'x'"),
+        (load_pairs, _judged(("p", "a", 10**400))[0], "Row 1 of .*: reward is 1000"),
     ],
 )
 def test_bad_rows_by_their_message(load, row, message, tmp_path):

@@ -10,13 +10,12 @@ from dataclasses import dataclass, replace
 
 from visalign.errors import UserError
 
-from .image_references import PARQUET, TEXT, missing_files
+from .image_references import TEXT, file_and_place, missing_files
 from .ratings import UNKNOWN_AGREEMENT, describe_ratings
 from .records import PreferencePair, PreferenceSet, QualitySet
 from .tables import listed
 
 Item = tuple[str, str]  # (reference of an image, name of its set)
-
 
 PACKAGED_JUDGE = "packaged judge"
 """Kind of the finding that a judge does not know the prompts, so that its numbers mean nothing."""
@@ -96,7 +95,7 @@ def check_quality(records: QualitySet, *, files: bool = True) -> list[Finding]:
 def shared_images(sets: Mapping[str, Iterable[str]]) -> list[tuple[Item, Item]]:
     """Find images that are in more than one set: one file under several names, or files of equal bytes.
 
-    Images in a Parquet file are compared by their place in it; one that was saved again is another.
+    Images in a Parquet or tar file are compared by their place in it; one that was saved again is another.
     """
     items = [(reference, name) for name, references in sets.items() for reference in dict.fromkeys(references)]
     states = {reference: _file_state(reference) for reference, _ in items}
@@ -224,14 +223,12 @@ def _file_state(reference: str) -> tuple[Hashable, int | None]:
     """(identity of the image's file and its place in it, bytes of a file that holds this image alone)."""
     if reference.startswith(TEXT):
         return reference, None
-    path, *position = [reference]
-    if reference.startswith(PARQUET):
-        path, *position = reference.removeprefix(PARQUET).rsplit("#", 2)
+    path, place = file_and_place(reference)
     try:
         stat = os.stat(path)
     except OSError:  # a URL, an image of the shapes world, or a set of scores without its images
         return reference, None
-    return (stat.st_dev, stat.st_ino, *position), None if position else stat.st_size
+    return (stat.st_dev, stat.st_ino, place), None if place else stat.st_size
 
 
 def _digest(path: str) -> bytes:

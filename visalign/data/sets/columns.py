@@ -58,10 +58,7 @@ class Columns:
 
     def missing(self, row: Row, needed: Iterable[str]) -> list[str]:
         """List the needed columns that a renamed row lacks."""
-        optional = (
-            *(() if self.has_images else IMAGES),
-            *(() if self.has_images and self.needs_prompt else ("prompt",)),
-        )
+        optional = (*IMAGES, "prompt") if not self.has_images else () if self.needs_prompt else ("prompt",)
         return [name for name in needed if name not in row and name not in optional]
 
     def coding(self) -> Mapping[str, float] | str | None:
@@ -226,10 +223,11 @@ def parse_bool(value: Any) -> bool | None:
 def _word(value: Any) -> str:
     """Write a label as a lower-case word; whole numbers lose their decimals."""
     text = str(value).strip().lower()
-    return str(int(float(text))) if _is_number(text) and float(text).is_integer() else text
+    return str(int(float(text))) if is_number(text) and float(text).is_integer() else text
 
 
-def _is_number(text: Any) -> bool:
+def is_number(text: Any) -> bool:
+    """Check for a finite number, or its text."""
     try:
         return math.isfinite(float(text))
     except (TypeError, ValueError, OverflowError):
@@ -238,7 +236,7 @@ def _is_number(text: Any) -> bool:
 
 def _read_label(value: Any, coding: Mapping[str, float] | str | None) -> float:
     words = coding if isinstance(coding, Mapping) else WORDS
-    number = float(value) if _is_number(value) and not isinstance(coding, Mapping) else math.nan
+    number = float(value) if is_number(value) and not isinstance(coding, Mapping) else math.nan
     if coding == "margin" and not math.isnan(number):
         return 0.5 if number == 0 else float(number > 0)
     if coding != "margin" and (word := _word(value)) in words:
@@ -311,8 +309,8 @@ def _read_text(row: Row, name: str, kind: str = "text") -> str:
 
 
 def _read_number(row: Row, name: str) -> float:
-    if not _is_number(row.get(name)):
-        comma = " with a point, not a comma" if _is_number(str(row.get(name)).replace(",", ".")) else ""
+    if not is_number(row.get(name)):
+        comma = " with a point, not a comma" if is_number(str(row.get(name)).replace(",", ".")) else ""
         raise UserError(f"'{name}' is {excerpt(row.get(name))}, needed is a finite number{comma}.")
     return float(row[name])
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,16 +14,16 @@ import torch
 from visalign.core.regression.signals import best_worst_pairs
 from visalign.errors import UserError, excerpt
 
-from .columns import parse_bool, rename_columns
+from .columns import is_number, parse_bool, rename_columns
 from .hub_datasets import find_table
 from .prompt_files import is_prompt, read_conversation, warn_of_unread, with_answer
 from .tables import listed, read_rows, require_columns
-from .text_rows import completion_text, split_pair
+from .text_rows import PAIR, completion_text, split_pair
 
 Record = dict[str, Any]
 NumberedRecord = tuple[int, Record]
-PAIR, VOTE, SCORED = ("chosen", "rejected"), ("completion", "label"), ("completion", "reward")
-RANKED = ("completions", "scores")  # The columns, besides "prompt", of the layouts; the first two are TRL's
+VOTE, SCORED = ("completion", "label"), ("completion", "reward")
+RANKED = ("completions", "scores")  # The columns, besides "prompt", of the layouts but PAIR; PAIR and VOTE are TRL's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,18 +150,9 @@ def _read(
         if not rows:
             columns = next((layout for layout in layouts if set(layout) <= set(row)), layouts[0])
         require_columns(path, row, ("prompt", *columns), purpose=f"{purpose} (or prompt with {alternatives})")
-        values: Record = {
-            name: completion_text(row[name]) for name in columns if name not in ("label", "reward", *RANKED)
-        }
-        if "reward" in columns:
-            values["reward"] = _number(row["reward"])
-        if columns == RANKED:
-            values |= {
-                "completions": _list(row["completions"], completion_text),
-                "scores": _list(row["scores"], _number),
-            }
-            if len(values["completions"] or "") != len(values["scores"] or ""):
-                values["scores"] = None
+        values: Record = {name: _CELLS.get(name, completion_text)(row[name]) for name in columns if name != "label"}
+        if columns == RANKED and len(values["completions"] or "") != len(values["scores"] or ""):
+            values["scores"] = None
         checked = {"prompt": row["prompt"] if is_prompt(row["prompt"]) else None, **values}
         if odd := [name for name, value in checked.items() if value is None]:
             raise UserError(
@@ -198,10 +188,15 @@ def _list(values: Any, read: Callable[[Any], Any]) -> list[Any] | None:
 
 
 def _number(value: Any) -> float | None:
-    try:
-        return number if math.isfinite(number := float(value)) else None
-    except (TypeError, ValueError):
-        return None
+    return float(value) if is_number(value) else None
+
+
+_CELLS: dict[str, Callable[[Any], Any]] = {
+    "reward": _number,
+    "completions": lambda cell: _list(cell, completion_text),
+    "scores": lambda cell: _list(cell, _number),
+}
+"""Column -> reader of its cells, None for one that cannot be read; others hold a completion."""
 
 
 def _key(row: Record) -> str:

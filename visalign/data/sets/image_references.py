@@ -91,15 +91,7 @@ def absolute_reference(image: str, folder: Path = Path()) -> str:
 
 def missing_files(references: list[str]) -> list[str]:
     """List the files of these references that do not exist, each once, in the order given."""
-    paths = [
-        reference.removeprefix(PARQUET).rsplit("#", 2)[0]
-        if reference.startswith(PARQUET)
-        else tar_parts(reference)[0]
-        if reference.startswith(TAR)
-        else reference
-        for reference in references
-        if not reference.startswith((SHAPES, TEXT))
-    ]
+    paths = [file_and_place(reference)[0] for reference in references if not reference.startswith((SHAPES, TEXT))]
     return [path for path in dict.fromkeys(paths) if path and not Path(path).is_file()]
 
 
@@ -113,19 +105,18 @@ def open_bytes(content: bytes, name: str) -> Image.Image:
 
 def image_bytes(reference: str) -> bytes:
     """Return the content of an image's file; of an image of the shapes world its reference."""
+    path, place = file_and_place(reference)
     if reference.startswith(PARQUET):
-        return _parquet_bytes(reference)
+        return _parquet_bytes(path, *place.rsplit("#", 1))
     if reference.startswith(TAR):
-        path, member = tar_parts(reference)
-        start, size = tar_members(path)[member]
+        start, size = tar_members(path)[place]
         with open(path, "rb") as file:  # TarFile itself is not for several threads
             file.seek(start)
             return file.read(size)
     return reference.encode() if reference.startswith((SHAPES, TEXT)) else Path(reference).read_bytes()
 
 
-def _parquet_bytes(reference: str) -> bytes:
-    path, column, row = reference.removeprefix(PARQUET).rsplit("#", 2)
+def _parquet_bytes(path: str, column: str, row: str = "") -> bytes:
     number = int(row)
     _, starts = _open_parquet(path)
     group = bisect_right(starts, number) - 1
@@ -137,10 +128,13 @@ def _parquet_bytes(reference: str) -> bytes:
     return content
 
 
-def tar_parts(reference: str) -> tuple[str, str]:
-    """Split the reference of an image in a tar file into the file and the member; "#" may be in the member's name."""
-    path, _, member = reference.removeprefix(TAR).partition(".tar#")
-    return f"{path}.tar", member
+def file_and_place(reference: str) -> tuple[str, str]:
+    """Split a reference into its file and the place in it, COLUMN#ROW or a member, which may have "#" in its name."""
+    if reference.startswith(TAR):
+        path, _, member = reference.removeprefix(TAR).partition(".tar#")
+        return f"{path}.tar", member
+    path, *place = reference.removeprefix(PARQUET).rsplit("#", 2) if reference.startswith(PARQUET) else [reference]
+    return path, "#".join(place)
 
 
 @lru_cache(maxsize=64)

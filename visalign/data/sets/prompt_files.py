@@ -84,7 +84,7 @@ def source_of(columns: Mapping[str, Any]) -> Any:
     'cup.png'
     """
     for record in (columns, metadata_of(columns)):
-        source = _parse_text(record.get("source"))
+        source = parse_text(record.get("source"))
         if len(record_key({"prompt": "", "source": source})) > 1:
             return source
     return None
@@ -92,11 +92,11 @@ def source_of(columns: Mapping[str, Any]) -> Any:
 
 def metadata_of(columns: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a row's metadata, an object or its JSON text; empty where there is none."""
-    metadata = _parse_text(columns.get("metadata"))
+    metadata = parse_text(columns.get("metadata"))
     return metadata if isinstance(metadata, Mapping) else {}
 
 
-def _parse_text(value: Any) -> Any:
+def parse_text(value: Any) -> Any:
     """Parse a list or object that a table holds as JSON text; other values stay."""
     if not isinstance(value, str) or not value.startswith(("{", "[")):
         return value
@@ -206,8 +206,8 @@ def _records(path: Path, name: str, names: Mapping[str, str]) -> Iterator[tuple[
     for number, row in read_cells(path):
         empty = [key for key, cell in row.items() if cell is None]
         needed = {key: None for key in empty if key in names.values() or plain_name(key) == "prompt"}
-        cells = refer_to_images(path, number, row, {}) | needed  # so that no other column stands in for them
-        yield f"{name} {kind} {number}", number, {k: cell for k, cell in cells.items() if not isinstance(cell, bytes)}
+        # an empty one stays, so that no other column stands in for it
+        yield f"{name} {kind} {number}", number, refer_to_images(path, number, row, {}) | needed
 
 
 def _read_captions(folder: Path) -> list[str]:
@@ -293,16 +293,13 @@ def load_demonstrations(
 
 def warn_of_unread(name: str, records: Sequence[Record]) -> None:
     """Warn of columns that do not reach a language model: "tools" of conversations, "system" of plain prompts."""
-    unread = {
-        ("conversations", "tools"): "Describe the tools in a system message, or give them as rollout.environment "
-        "where the policy calls them.",
-        ("plain prompts", "system"): "Give each prompt as messages, the first of the role system.",
-    }
-    for (kind, column), remedy in unread.items():
-        of_kind = [record for record in records if isinstance(record["prompt"], list) == (kind == "conversations")]
-        if count := sum(bool(_parse_text(record.get(column))) for record in of_kind):
-            message = f"{name}: {count} {kind} have a column '{column}', which the model does not see. {remedy}"
-            warnings.warn(message, stacklevel=3)
+    conversations = [record for record in records if isinstance(record["prompt"], list)]
+    plain = [record for record in records if isinstance(record["prompt"], str)]
+    for rows, kind, column in ((conversations, "conversations", "tools"), (plain, "plain prompts", "system")):
+        if count := sum(bool(parse_text(record.get(column))) for record in rows):
+            message = f"{name}: {count} {kind} have a column '{column}', which the model does not see."
+            remedy = "Write it into a message of the role system; tools that the policy calls are rollout.environment."
+            warnings.warn(f"{message} {remedy}", stacklevel=3)
 
 
 def with_completion(record: Mapping[str, Any], where: str, field: str | None = None) -> Record:
@@ -369,14 +366,11 @@ def _check_prompt(
 ) -> Record:
     """Return a record, its fields renamed, whose prompt is a text, or with `chat` perhaps a list of messages."""
     for ours, theirs in names.items():
-        if theirs in fields and fields[theirs] is None:
+        if fields.get(theirs) is None and (theirs in fields or ours not in fields):
+            problem, hint = ("an empty", "") if theirs in fields else ("no", suggestion(theirs, fields))
             raise UserError(
-                f"{where} has an empty {theirs!r}, which data.map.{ours} (--map) names. Fill or remove it."
-            )
-        if theirs not in fields and ours not in fields:
-            raise UserError(
-                f"{where} has no field {theirs!r}, which data.map.{ours} (--map) names. "
-                f"{suggestion(theirs, fields)}Its fields are {listed(nearest_first(theirs, fields), limit=20)}."
+                f"{where} has {problem} field {theirs!r}, which data.map.{ours} (--map) names. "
+                f"{hint}Its fields are {listed(nearest_first(theirs, fields), limit=20)}."
             )
     renamed = {ours: fields[theirs] for ours, theirs in names.items() if theirs in fields}
     result = {name: value for name, value in fields.items() if name not in names.values()} | renamed
@@ -393,7 +387,7 @@ def _check_prompt(
             'Call the field that holds it "prompt", or name it: data.map={prompt: FIELD} in a configuration, --map '
             "prompt=FIELD of commands that have it."
         )
-    return result
+    return {name: cell for name, cell in result.items() if not isinstance(cell, bytes)}
 
 
 def message_text(value: Any) -> Any:
@@ -434,8 +428,8 @@ def _is_answer(message: Any) -> bool:
 
 def _split_messages(record: Record, where: str) -> tuple[Record, list[Record]]:
     """Split a record without a prompt into its other fields and its conversation; no messages where it has none."""
-    name = next((name for name in ("messages", "conversations") if _parse_text(record.get(name))), None)
-    conversation = _parse_text(record[name]) if name and record.get("prompt") is None else None
+    name = next((name for name in ("messages", "conversations") if parse_text(record.get(name))), None)
+    conversation = parse_text(record[name]) if name and record.get("prompt") is None else None
     if not isinstance(conversation, list):
         return record, []
     return {key: value for key, value in record.items() if key != name}, read_messages(conversation, where)
@@ -443,7 +437,7 @@ def _split_messages(record: Record, where: str) -> tuple[Record, list[Record]]:
 
 def read_conversation(record: Record, where: str) -> Record:
     """Read a prompt that is a conversation, or its JSON text, with the record's "system"; other records stay."""
-    messages = _parse_text(record.get("prompt"))
+    messages = parse_text(record.get("prompt"))
     if not isinstance(messages, list) or not all(is_message(m) or _is_turn(m) for m in messages) or not messages:
         return record
     messages, rest = read_messages(messages, where), dict(record)
@@ -483,7 +477,7 @@ def _read_message(message: Any, where: str) -> Record:
 
 def _read_calls(text: Any, where: str) -> list[Record]:
     """Read the tool calls of LLaMA-Factory's role function_call: JSON text of one call or a list of them."""
-    calls = _parse_text(text.strip() if isinstance(text, str) else text)
+    calls = parse_text(text.strip() if isinstance(text, str) else text)
     calls = calls if isinstance(calls, list) else [calls]
     if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
         raise UserError(

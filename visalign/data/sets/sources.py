@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -29,6 +28,7 @@ from .columns import (
 from .hub_datasets import FORMS, find_table
 from .image_references import TEXT, shapes_reference
 from .layouts import PAIR_LAYOUTS, QUALITY_LAYOUTS, load_layout
+from .prompt_files import demonstrations_jsonl
 from .ratings import mean_ratings
 from .records import PreferencePair, PreferenceSet, QualityRecord, QualitySet
 from .tables import Row, listed, require_columns, select_split
@@ -146,8 +146,7 @@ def write_rows(path: str | Path, records: Iterable[PreferencePair | QualityRecor
     if path.exists():
         raise UserError(f"'{path}' exists, and nothing is overwritten. Give another name or remove it.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = (json.dumps(record.to_row(), ensure_ascii=False, allow_nan=False) for record in records)
-    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    path.write_bytes(demonstrations_jsonl(record.to_row() for record in records))
     return path
 
 

@@ -8,7 +8,6 @@ import json
 import re
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
@@ -85,12 +84,8 @@ def column_names(path: str | Path, row: Row) -> list[str]:
 def table_header(path: str | Path) -> list[str]:
     """Read the columns of a CSV, TSV, Parquet or Excel file; [] of others, where each row names its own."""
     path = Path(path)
-    return list(_header(path, path.stat().st_mtime_ns)) if path.is_file() else []
-
-
-@lru_cache(maxsize=8)
-def _header(path: Path, _: int) -> Sequence[str]:
-    """Read a header once, however many rows have empty cells, until the file changes."""
+    if not path.is_file():
+        return []
     if path.suffix.lower() == ".parquet":
         import pyarrow.parquet
 

@@ -11,10 +11,10 @@ from contextlib import suppress
 from typing import Any
 
 from visalign.errors import UserError, excerpt
-from visalign.interfaces import Prompt, is_message
+from visalign.interfaces import Prompt
 
 from .image_references import TEXT
-from .prompt_files import message_text, read_conversation
+from .prompt_files import is_prompt, message_text, parse_text, read_conversation
 from .records import swap_column
 from .tables import Row
 
@@ -114,13 +114,8 @@ def _swapped_votes(row: Row) -> Row:
 
 def text_prompt(prompt: str) -> Prompt:
     """Read the prompt of a completion back: a conversation stands in a row as JSON."""
-    if not prompt.lstrip().startswith('[{"'):
-        return prompt
-    try:
-        messages = json.loads(prompt)
-    except ValueError:
-        return prompt
-    return messages if messages and all(map(is_message, messages)) else prompt
+    messages = parse_text(prompt.lstrip())
+    return messages if is_prompt(messages) and isinstance(messages, list) else prompt
 
 
 def text_record(reference: str, columns: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 
 The rules are those of GenEval (Ghosh et al. 2023, arXiv 2310.11513, section 3): include, exclude, count,
 color, position; here also size, and "nothing else" where a record says `only`. The same rules judge a
-scene's own objects (`scene_detections`), which is the truth that the pixel detector is measured against.
+scene's own objects (`verify_scene`), which is the truth that the pixel detector is measured against.
 """
 
 from __future__ import annotations
@@ -23,22 +23,10 @@ from .scenes import Scene, relations, size_word
 class Verdict:
     """Result of the verifier for one image."""
 
-    correct: bool
-    """True if every check holds."""
-    score: float
-    """Partial credit in [0, 1]: mean of the checks, a count off by k of n earning 1 − k/n."""
-    checks: dict[str, bool]
-    """Name of the check -> whether it holds."""
-    reason: str
-    """Failed checks in words; empty when correct."""
-
-
-def scene_detections(scene: Scene) -> list[Detection]:
-    """Convert a scene's own objects, the truth, to the detector's format."""
-    return [
-        Detection(shape=item.shape, color=item.color, x=item.x, y=item.y, radius=item.radius, overlap=1.0)
-        for item in scene.objects
-    ]
+    correct: bool  # True if every check holds
+    score: float  # Partial credit in [0, 1]: mean of the checks, a count off by k of n earning 1 − k/n
+    checks: dict[str, bool]  # Name of the check -> whether it holds
+    reason: str  # Failed checks in words; empty when correct
 
 
 def verify(images: Tensor | np.ndarray, metadata: Sequence[Mapping[str, Any]]) -> list[Verdict]:
@@ -48,7 +36,7 @@ def verify(images: Tensor | np.ndarray, metadata: Sequence[Mapping[str, Any]]) -
 
 def verify_scene(scene: Scene, record: Mapping[str, Any]) -> Verdict:
     """Verify a scene's own objects, as with a perfect detector."""
-    return judge(scene_detections(scene), record)
+    return judge([Detection(**vars(item), overlap=1.0) for item in scene.objects], record)
 
 
 def judge(detections: Sequence[Detection], record: Mapping[str, Any]) -> Verdict:

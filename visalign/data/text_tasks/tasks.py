@@ -160,13 +160,11 @@ def wrong_solutions(tasks: Sequence[Mapping[str, Any]]) -> list[tuple[Record, st
 def check_answer(completion: str, record: Mapping[str, Any]) -> tuple[bool, str]:
     """Check if a completion answers a record's problem.
 
-       The completion must hold `\\boxed{…}` exactly once, with whole numbers written plainly ("7", "-3", no
-       leading zeros or signs), lists separated by commas. Text around the box is ignored.
-    Returned
-       is (correct, reason), where the reason is "correct" or says what is wrong.
+    The completion must hold `\\boxed{…}` exactly once, with whole numbers written plainly ("7", "-3", no leading
+    zeros or signs), lists separated by commas. Text around the box is ignored. The reason is "correct" or the fault.
 
-       >>> check_answer("2 + 3 = 5. \\\\boxed{5}", {"task": "add", "problem": [2, 3], "answer": "5"})
-       (True, 'correct')
+    >>> check_answer("2 + 3 = 5. \\\\boxed{5}", {"task": "add", "problem": [2, 3], "answer": "5"})
+    (True, 'correct')
     """
     _, reason = _judge(completion, record)
     return reason == "correct", reason

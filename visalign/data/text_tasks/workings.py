@@ -158,10 +158,8 @@ def compare_working(p: Problem, rng: Rng) -> Working:
 def sort_working(p: Problem, rng: Rng) -> Working:
     """The order written as a chain."""
     order = sorted(p[0])
-    signs = ["<" if a < b else "=" for a, b in pairwise(order)]
-    return str(order[0]) + "".join(f" {sign} {n}" for sign, n in zip(signs, order[1:], strict=True)) + ".", listed(
-        order
-    )
+    links = (f" {'<' if a < b else '='} {b}" for a, b in pairwise(order))
+    return f"{order[0]}{''.join(links)}.", listed(order)
 
 
 def reverse_working(p: Problem, rng: Rng) -> Working:
