@@ -22,7 +22,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from tests.support.benchmarks import ROOT, argument_parser, read_rows
+
 HELDOUT = {"prompt": "a red circle", "tag": "colors", "include": [{"class": "circle", "count": 1, "color": "red"}]}
 OVERRIDES = (
     "evaluation.every=0", "evaluation.rewards={}", "evaluation.correctness=null", "evaluation.seeds=[0]",
@@ -54,14 +57,14 @@ def run(checkout: Path, options: argparse.Namespace, folder: Path) -> tuple[list
     )
     if process.returncode:
         raise RuntimeError(f"{checkout}: {(process.stdout + process.stderr)[-2000:]}")
-    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()][1:]
+    rows = read_rows(output / "metrics.jsonl")[1:]
     left_out = ("seconds/evaluation", "seconds/checkpoint")
     seconds = [row["seconds"] - sum(row.get(key) or 0.0 for key in left_out) for row in rows]
     return seconds, [row["forward_equivalents_per_image"] for row in rows]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("other", type=Path, help="another checkout of this project")
     parser.add_argument("overrides", nargs="*", help="key=value, for both sides")
     parser.add_argument("--config", default="shapes_flow_grpo")

@@ -12,22 +12,25 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from tests.support.benchmarks import argument_parser, read_rows
+from tests.support.benchmarks import lead_text, read_rows, run_parser, train_once
 from visalign.config import load_config, resolve_config
+from visalign.core import vendi_score
 from visalign.evaluation.heldout.result import load_heldout
-from visalign.evaluation.statistics.intervals import paired_bootstrap
+from visalign.pipelines.flow_grpo.inputs import prepare
 from visalign.pipelines.flow_grpo.job import FlowGRPOConfig, plan
+from visalign.pipelines.sample.job import SampleSettings, sample_images
+from visalign.rewards.catalogue import load_reward
 
 TRAJECTORY, REGRESSION = "shapes_grpo_guard", "shapes_nft"
 PLAIN = "objective.changes_for.diffusion_nft_closed.reference_guidance=null"
@@ -135,28 +138,13 @@ def overrides_for(name: str, seed: int, budget: float) -> tuple[str, list[str], 
 
 def train(name: str, seed: int, budget: float, folder: Path) -> None:
     """Train by the command that a user gives, unless the run has a summary."""
-    if (folder / "summary.json").is_file():
-        return
-    base, overrides, _ = overrides_for(name, seed, budget)
-    command = [sys.executable, "-m", "visalign", "train", base, *overrides, "--output", str(folder)]
-    if folder.is_dir():
-        command.append("--resume")
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if process.returncode:
-        print(f"{name}, seed {seed}: {process.stderr[-1500:]}", flush=True)
+    if not (folder / "summary.json").is_file():
+        base, overrides, _ = overrides_for(name, seed, budget)
+        train_once(folder, base, *overrides)
 
 
 def variety(folder: Path) -> float:
     """Vendi score of 8 images of a prompt by the packaged CLIP, mean over 24 held-out prompts."""
-    import tempfile
-
-    from PIL import Image
-
-    from visalign.core import vendi_score
-    from visalign.pipelines.flow_grpo.inputs import prepare
-    from visalign.pipelines.sample.job import SampleSettings, sample_images
-    from visalign.rewards.catalogue import load_reward
-
     path = folder / "variety.json"
     if not path.is_file():
         config = load_config(FlowGRPOConfig, resolve_config(REGRESSION), [])
@@ -225,7 +213,7 @@ def table(folders: dict[str, list[Path]]) -> str:
 
 def leads(folders: dict[str, list[Path]]) -> str:
     """Markdown: lead of each run with a part over the one without, 95 % by bootstrap over the prompts of all seeds."""
-    lines = ["| | lead in held-out accuracy | 95 % |", "|---|---|---|"]
+    lines = ["| | lead in held-out accuracy |", "|---|---|"]
     for name, plain in WITHOUT.items():
         runs = list(zip(folders.get(plain, []), folders.get(name, []), strict=False))
         runs = [pair for pair in runs if all((run / "summary.json").is_file() for run in pair)]
@@ -233,16 +221,13 @@ def leads(folders: dict[str, list[Path]]) -> str:
             ends = [[load_heldout(run / "after.npz") for run in side] for side in zip(*runs, strict=True)]
             prompts = [prompt for end in ends[0] for prompt in end.prompts]
             before, after = (np.concatenate([end.outcome() for end in side]) for side in ends)
-            lead = paired_bootstrap(before, after, prompts, generator=torch.Generator().manual_seed(0))
-            lines.append(f"| {name} | {lead.estimate:+.3f} | {lead.low:+.3f} to {lead.high:+.3f} |")
+            lines.append(f"| {name} | {lead_text(after, before, prompts)} |")
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    parser = argument_parser(__doc__)
-    parser.add_argument("--output", type=Path, required=True)
+    parser = run_parser(__doc__)
     parser.add_argument("--budget", type=float, default=60000, help="forward-equivalents of a run")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", nargs="+", choices=list(ROWS), default=list(ROWS), metavar="NAME")
     parser.add_argument("--numbers", type=Path, metavar="FILE", help="JSON of what the site's figure shows")
     options = parser.parse_args()

@@ -39,7 +39,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from tests.support.benchmarks import argument_parser, run_visalign
+from tests.support.benchmarks import argument_parser, train_once
 from visalign.config import load_config, resolve_config
 from visalign.interfaces import Metadata, Preferences, RewardCapabilities, Scores
 from visalign.pipelines.flow_grpo.job import FlowGRPOConfig
@@ -149,8 +149,6 @@ ARMS: dict[str, tuple[str, list[str]]] = {
 
 def run(folder: Path, arm: str, liking: str, seed: int, iterations: int, artefact: Path | None = None) -> None:
     """Train by the command that a user gives, unless the run has a summary."""
-    if (folder / "summary.json").is_file():
-        return
     judge, changes = ARMS[arm]
     if arm == "artefact":
         changes = [*changes, f"rewards.terms.artefact={{weight: 2.0, options: {{model: {artefact}}}}}"]
@@ -160,14 +158,14 @@ def run(folder: Path, arm: str, liking: str, seed: int, iterations: int, artefac
         f"saturation: {{weight: 0}}, sharpness: {{weight: 0}}, tied: {{name: '{THIS}:Tied', weight: 0}}"
     )
     planted = f"judge: {{name: '{THIS}:{judge}', options: {{liking: {liking}, seed: {own}}}}}"
-    run_visalign(
-        *("train", "shapes_grpo_guard"),
+    train_once(
+        folder,
+        "shapes_grpo_guard",
         f"rewards.terms={{{planted}, {watched}}}",
         *(f"seed={seed}", f"run.iterations={iterations}", "run.max_seconds=null", "run.threads=1"),
         *("rollout.prompts_per_iteration=8", "rollout.group_size=8", "evaluation.every=0"),
         "objective.changes={kl: 1.0e-9}",  # measures the divergence and moves nothing
         *changes,
-        *("-o", str(folder)),
     )
 
 

@@ -9,41 +9,26 @@ judge's plain score), and prints what the verifier, the judge and the images' st
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from visalign.config import load_config, read_config, resolve_config
-from visalign.pipelines.flow_grpo import job as flow_grpo
-from visalign.pipelines.flow_grpo import job as pref_grpo
+from tests.support.benchmarks import run_parser, train_once
+from visalign.config import resolve_config
 from visalign.training.loop.metrics import read_metrics
 
 WATCHED = ("clip_score", "sharpness", "saturation", "edge_density", "contrast")
 """Rewards that nobody trains on, reported to see what else moves."""
 
 
-def configs(iterations: int, seed: int, every: int, overrides: list[str]) -> dict[str, tuple[Any, Any]]:
-    """name -> (pipeline module, configuration) of both ways."""
-    path = resolve_config("shapes_pref_grpo")
-    watched = ", ".join(f"{name}: {{}}" for name in ("shapes_verifier", *WATCHED))
-    shared = [
-        f"seed={seed}", f"run.iterations={iterations}", "run.max_seconds=null",
-        f"evaluation.every={every}", f"evaluation.rewards={{{watched}}}", *overrides,
-    ]  # fmt: skip
-    plain = ROOT / "configs" / ".score_instead_of_win_rate.yaml"
-    text = path.read_text(encoding="utf-8").replace("pipeline: pref_grpo", "pipeline: flow_grpo")
-    try:
-        plain.write_text(text, encoding="utf-8")
-        assert read_config(plain)["pipeline"] == "flow_grpo"
-        score = load_config(flow_grpo.FlowGRPOConfig, plain, shared)
-    finally:
-        plain.unlink(missing_ok=True)
-    return {"win rate": (pref_grpo, load_config(pref_grpo.PrefGRPOConfig, path, shared)), "score": (flow_grpo, score)}
+def configs(output: Path) -> dict[str, Path]:
+    """Name -> the configuration of both ways; that of scores is written beside the runs."""
+    win_rate, score = resolve_config("shapes_pref_grpo"), output / "score.yaml"
+    output.mkdir(parents=True, exist_ok=True)
+    score.write_text(win_rate.read_text(encoding="utf-8").replace("pipeline: pref_grpo", "pipeline: flow_grpo"))
+    return {"win rate": win_rate, "score": score}
 
 
 def table(folders: dict[str, Path]) -> str:
@@ -68,22 +53,19 @@ def table(folders: dict[str, Path]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, required=True)
+    parser = run_parser(__doc__, seeds=[0])
     parser.add_argument("--iterations", type=int, default=150)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--every", type=int, default=25)
-    parser.add_argument("--only", choices=("win rate", "score"), default=None)
-    parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
+    watched = ", ".join(f"{name}: {{}}" for name in ("shapes_verifier", *WATCHED))
     for seed in options.seeds:
         folders = {}
-        for label, (pipeline, config) in configs(options.iterations, seed, options.every, options.overrides).items():
-            folder = options.output / f"{label.replace(' ', '_')}_{seed}"
-            if options.only in (None, label) and not (folder / "summary.json").is_file():
-                pipeline.run(config, folder, resume=(folder / "config.yaml").is_file())
-            if (folder / "summary.json").is_file():
-                folders[label] = folder
+        for label, config in configs(options.output.resolve()).items():
+            folders[label] = options.output.resolve() / f"{label.replace(' ', '_')}_{seed}"
+            train_once(
+                folders[label], str(config), f"seed={seed}", f"run.iterations={options.iterations}",
+                "run.max_seconds=null", f"evaluation={{every: {options.every}, rewards: {{{watched}}}}}",
+            )  # fmt: skip
         print(f"\nSeed {seed}\n\n{table(folders)}")
 
 

@@ -20,12 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from tests.support.benchmarks import argument_parser, run_visalign
+from tests.support.benchmarks import print_table, run_parser, train_once
 from visalign.training.loop.metrics import read_metrics
 from visalign.training.loop.monitor import UPPER_LIMITS, default_warnings
 
@@ -47,14 +45,11 @@ LIMITS["agreement"] = AGREEMENT
 
 
 def run(folder: Path, arm: str, seed: int, iterations: int) -> None:
-    if (folder / "summary.json").is_file():
-        return
-    arguments = [
-        "shapes_grpo_guard", f"rewards.terms={{{ARMS[arm]}, {HELDOUT}}}", f"seed={seed}",
+    train_once(
+        folder, "shapes_grpo_guard", f"rewards.terms={{{ARMS[arm]}, {HELDOUT}}}", f"seed={seed}",
         f"run.iterations={iterations}", "rollout.prompts_per_iteration=12", "run.max_seconds=null",
         "evaluation={every: 3, prompts_on_the_way: 208, seeds: [0]}",
-    ]  # fmt: skip
-    run_visalign("train", *arguments, "-o", str(folder))
+    )  # fmt: skip
 
 
 def fall(rows: list[dict[str, Any]], before: float) -> float:
@@ -136,28 +131,9 @@ def gains(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return leads
 
 
-def show(title: str, rows: list[dict[str, Any]]) -> None:
-    table = Table(title=title)
-    for name in rows[0]:
-        table.add_column(name)
-    for row in rows:
-        table.add_row(*[_cell(value) for value in row.values()])
-    Console(width=200).print(table)
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {_cell(entry)}" for name, entry in value.items())
-    if isinstance(value, float) and math.isfinite(value):
-        return f"{value:.3f}" if value % 1 else f"{value:.0f}"
-    return "" if value is None else str(value)
-
-
 def main() -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--output", type=Path, required=True, help="runs that are there are not repeated")
+    parser = run_parser(__doc__)
     parser.add_argument("--iterations", type=int, default=30)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
     options = parser.parse_args()
     rows = []
@@ -166,9 +142,9 @@ def main() -> None:
             folder = options.output / f"seed{seed}" / arm.replace(", ", "_").replace(" ", "_")
             run(folder, arm, seed, options.iterations)
             rows.append(measured(folder, arm, seed))
-    show(f"{options.iterations} iterations, limits {LIMITS}", rows)
+    print_table(f"{options.iterations} iterations, limits {LIMITS}", rows)
     if paired := gains(rows):
-        show("Verified accuracy over the ensemble's mean alone", paired)
+        print_table("Verified accuracy over the ensemble's mean alone", paired)
     (options.output / "table.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 

@@ -8,8 +8,7 @@
    `diffusion_dpo` learns the votes.
 3. `shapes_nft` goes on with that LoRA by the verifier, 20 iterations.
 
-Before the first run: a step's gain is refuted where the 95 % interval of the change over its start, paired over the
-held-out prompts of all seeds, holds 0 or lies below.
+What was decided before the runs, and how they came out: docs/trainers/sft_images.md.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
-from tests.support.benchmarks import argument_parser, read_rows, run_visalign, write_rows
+from tests.support.benchmarks import read_rows, run_parser, run_visalign, write_rows
 from visalign.data.shapes.prompts import train_prompts
 from visalign.evaluation import load_heldout
 
@@ -85,9 +84,7 @@ def gains(runs: list[Path]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser = run_parser(__doc__, seeds=[0])
     args = parser.parse_args()
     by_seed = [chain(args.output / str(seed), seed) for seed in args.seeds]
     for step, runs in zip(("fine-tuning", "preferences", "reward"), zip(*by_seed, strict=True), strict=True):

@@ -24,7 +24,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from tests.benchmarks.judges.shared_blind_spots import DRAWS, drawn, lora_members
-from tests.support.benchmarks import argument_parser, write_rows
+from tests.support.benchmarks import quantile_text, run_parser, write_rows
 from visalign.data.shapes.preferences import ShapesPair
 from visalign.pipelines.jobs import load_job
 from visalign.pipelines.train_reward.judges import OtherMembers
@@ -111,18 +111,11 @@ def measured(wrong: Tensor, std: Tensor) -> list[float]:
     return [1 - float(wrong.double().mean()), float(std.mean()), auroc(std, wrong)]
 
 
-def cell(value: float, draws: np.ndarray, form: str) -> str:
-    low, high = np.nanquantile(draws, [0.025, 0.975])
-    return f"{value:{form}} ({low:{form}} to {high:{form}})"
-
-
 def main() -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--output", type=Path, required=True, help="runs that are there are not repeated")
+    parser = run_parser(__doc__, seeds=[0])
     parser.add_argument("--pairs", type=int, default=1536, help="to learn from")
     parser.add_argument("--heldout", type=int, default=1000, help="pairs on each ground")
     parser.add_argument("--weight", type=float, default=1.0, help="of the diversity")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     options = parser.parse_args()
     torch.set_num_threads(1)
     seeds = [one_seed(seed, options) for seed in options.seeds]
@@ -139,7 +132,7 @@ def main() -> None:
         value["gain"], draws["gain"] = value[second] - value[first], draws[second] - draws[first]
         for arm in value:
             form = "+.3f" if arm == "gain" else ".3f"
-            cells = [cell(value[arm][n], draws[arm][:, n], form) for n in range(len(MEASURES))]
+            cells = [quantile_text(value[arm][n], draws[arm][:, n], form) for n in range(len(MEASURES))]
             print(f"| {ground} | {arm} | {' | '.join(cells)} |", flush=True)
 
 

@@ -20,12 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from tests.support.benchmarks import argument_parser, run_visalign
+from tests.support.benchmarks import first_pairs, print_table, run_parser, train_once
 from visalign.data.shapes.preferences import KINDS, ShapesPair, ShapesPreferences
 from visalign.rewards import load_judge
 from visalign.training.loop.metrics import read_metrics
@@ -52,27 +50,25 @@ BATCH = 64
 def trained(folder: Path, name: str, pairs: int, seed: int) -> Path:
     """The folder of a judge."""
     written = "decisions" in name
-    judge = folder / ("lora" if written else "judge")
-    if (folder / "summary.json").is_file():
-        return judge
     updates = math.ceil(pairs / BATCH)
-    common = [f"seed={seed}", f"data.size={pairs}", "-o", str(folder)]
+    common = [f"seed={seed}", f"data.size={pairs}"]
     if written:
         reasons = "reasons" in name
-        run_visalign(
-            "train", "shapes_reward_dance_reasons", f"data.question={WHY if reasons else BETTER}",
+        train_once(
+            folder, "shapes_reward_dance_reasons", f"data.question={WHY if reasons else BETTER}",
             f"data.field={'reason' if reasons else 'null'}", "data.heldout_size=20",
             f"run.iterations={updates}", f"optimizer.decay_updates={updates}", *common,
         )  # fmt: skip
-        return judge
+        return folder / "lora"
     config = {"head": "shapes_hpsv3", "P(yes), one image": "shapes_reward_dance"}.get(name.split(", B")[0])
     overrides = ["objective.task=bradley_terry"] if config == "shapes_hpsv3" else []
-    run_visalign(
-        "train-reward", config or "shapes_reward_dance_pairs", *overrides, "data.surroundings=0",
+    train_once(
+        folder, config or "shapes_reward_dance_pairs", *overrides, "data.surroundings=0",
         "data.heldout_size=100", "evaluation.every=0", "optimizer.updates_per_iteration=1",
         "optimizer.lr=2e-3", f"optimizer.decay_updates={updates}", f"run.iterations={updates}", *common,
+        command="train-reward",
     )  # fmt: skip
-    return judge
+    return folder / "judge"
 
 
 def accuracy(name: str, judge: Path, pairs: list[ShapesPair]) -> float:
@@ -96,13 +92,11 @@ def accuracy(name: str, judge: Path, pairs: list[ShapesPair]) -> float:
 
 def policy(folder: Path, name: str, judge: Path, seed: int, iterations: int) -> dict[str, float]:
     """What rewarding by it comes to."""
-    if not (folder / "summary.json").is_file():
-        terms = f"{{judge: {{name: {JUDGES[name][0]}, options: {{model: {judge}}}}}}}"
-        run_visalign(
-            "train", "shapes_grpo_guard", f"rewards.terms={terms}", f"seed={seed}", "evaluation.every=0",
-            "rollout.prompts_per_iteration=12", f"run.iterations={iterations}", "run.max_seconds=null",
-            "-o", str(folder),
-        )  # fmt: skip
+    terms = f"{{judge: {{name: {JUDGES[name][0]}, options: {{model: {judge}}}}}}}"
+    train_once(
+        folder, "shapes_grpo_guard", f"rewards.terms={terms}", f"seed={seed}", "evaluation.every=0",
+        "rollout.prompts_per_iteration=12", f"run.iterations={iterations}", "run.max_seconds=null",
+    )  # fmt: skip
     spread = [row["reward_group_std"] for row in read_metrics(folder / "metrics.jsonl")]
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     return {
@@ -114,12 +108,7 @@ def policy(folder: Path, name: str, judge: Path, seed: int, iterations: int) -> 
 def clear_pairs(surroundings: float, count: int, kinds: Sequence[str] = KINDS) -> list[ShapesPair]:
     """Held-out pairs that differ in one of the kinds, and whose truth is clear."""
     world = ShapesPreferences(77, split="heldout", kinds=kinds, surroundings=surroundings)
-    pairs, number = [], 0
-    while len(pairs) < count:
-        pair = world.pair(number)
-        pairs += [pair] if pair.is_clear else []
-        number += 1
-    return pairs
+    return first_pairs(world, count, lambda pair: pair.is_clear)
 
 
 def lead(rows: list[dict[str, Any]], key: str, one: str, other: str) -> str:
@@ -132,12 +121,10 @@ def lead(rows: list[dict[str, Any]], key: str, one: str, other: str) -> str:
 
 
 def main() -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--output", type=Path, required=True, help="runs that are there are not repeated")
+    parser = run_parser(__doc__)
     parser.add_argument("--pairs", type=int, default=4000)
     parser.add_argument("--heldout", type=int, default=600)
     parser.add_argument("--iterations", type=int, default=15, help="of the policy")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     options = parser.parse_args()
     sets = {"known grounds": clear_pairs(0.0, options.heldout), "other grounds": clear_pairs(1.0, options.heldout)}
     rows: list[dict[str, Any]] = []
@@ -152,13 +139,12 @@ def main() -> None:
             rows.append(row)
             (options.output / "table.json").write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     keys = [*sets, "spread left", "verified after"]
-    table = Table("judge", *keys, title=f"{options.pairs} pairs, seeds {options.seeds}")
+    table: list[dict[str, Any]] = []
     for name in JUDGES:
         own = [row for row in rows if row["judge"] == name]
-        table.add_row(name, *[f"{np.mean([r[k] for r in own]):.3f}" if k in own[0] else "" for k in keys])
-    for one, other in LEADS:
-        table.add_row(f"{one} over {other}", *[lead(rows, key, one, other) for key in keys])
-    Console(width=200).print(table)
+        table.append({"judge": name, **{k: float(np.mean([r[k] for r in own])) for k in keys if k in own[0]}})
+    table += [{"judge": f"{one} over {other}", **{k: lead(rows, k, one, other) for k in keys}} for one, other in LEADS]
+    print_table(f"{options.pairs} pairs, seeds {options.seeds}", table)
 
 
 if __name__ == "__main__":

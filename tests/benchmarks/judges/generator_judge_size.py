@@ -8,9 +8,8 @@ layers of `shapes-vlm`, fitted on 1,500 pairs of the shapes world that differ in
 are `shapes-sd15` (1.5 million parameters) and `shapes-sd3` (6.3 million). Each judge tilts each generator to
 1 nat on held-out prompts, w ∝ exp(βr) over 16 samples; the verifier's accuracy there is what counts.
 
-Before it was run: "larger judges are better" is refuted for a generator where the interval of the lead of four
-layers over one holds 0 or lies below; "more so for the larger generator" where the interval of the difference
-of these leads does. 95 % by bootstrap over the prompts of all seeds, paired; a seed is a draw of training pairs.
+A seed is a draw of training pairs. What was decided before the runs, and how they came out:
+docs/evidence/claims.md#generator-judge.
 """
 
 from __future__ import annotations
@@ -26,10 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from tests.benchmarks.judges.judge_size import MOST, cut
 from tests.benchmarks.judges.linear_reward import features, fit, strength_of, tilted
 from tests.benchmarks.judges.votes_over_kl import truth
-from tests.support.benchmarks import argument_parser, read_rows, run_visalign, write_rows
+from tests.support.benchmarks import lead_text, read_rows, run_parser, run_visalign, write_rows
 from visalign.data.shapes.preferences import ShapesPreferences
 from visalign.data.shapes.prompts import heldout_prompts
-from visalign.evaluation.statistics.intervals import paired_bootstrap
 
 GENERATORS, LAYERS = ("shapes-sd15", "shapes-sd3"), (1, 2, MOST)
 
@@ -60,15 +58,8 @@ def head(model: str, pairs: int, seed: int) -> tuple[torch.Tensor, float]:
     return fit(left, right, label, one, strength), float(accuracy)
 
 
-def lead(one: np.ndarray, other: np.ndarray, prompts: list[str]) -> str:
-    interval = paired_bootstrap(other, one, prompts, generator=torch.Generator().manual_seed(0))
-    return f"{interval.estimate:+.3f} ({interval.low:+.3f} to {interval.high:+.3f})"
-
-
 def main() -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser = run_parser(__doc__)
     parser.add_argument("--pairs", type=int, default=1500)
     parser.add_argument("--samples", type=int, default=16, help="of a held-out prompt")
     options = parser.parse_args()
@@ -100,9 +91,9 @@ def main() -> None:
         labels = prompts[:: options.samples] * len(options.seeds)
         leads[generator] = outcomes[MOST] - outcomes[1]
         for layers in LAYERS[:-1]:
-            print(f"{generator}: 4 layers over {layers}: {lead(outcomes[MOST], outcomes[layers], labels)}")
+            print(f"{generator}: 4 layers over {layers}: {lead_text(outcomes[MOST], outcomes[layers], labels)}")
     small, large = (leads[generator] for generator in GENERATORS)
-    print(f"the lead of 4 over 1, larger over smaller generator: {lead(large, small, labels)}")
+    print(f"the lead of 4 over 1, larger over smaller generator: {lead_text(large, small, labels)}")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import argparse
 import json
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 
-from tests.support.benchmarks import argument_parser, read_rows, run_visalign, write_rows
+from tests.support.benchmarks import argument_parser, quantile_text, read_rows, run_visalign, train_once, write_rows
 from visalign.data.shapes.detector import detect
 from visalign.data.shapes.preferences import ShapesPreferences
 from visalign.data.shapes.prompts import COLORS, SHAPES, Record, heldout_prompts, train_prompts
@@ -152,17 +152,11 @@ def scores(judge: Any, images: np.ndarray, prompts: Sequence[str]) -> np.ndarray
     return answer.value.double().numpy()
 
 
-def interval(values: np.ndarray, statistic: Callable[[np.ndarray], float], seed: int = 0) -> str:
-    """A number with its 95 % bootstrap interval over scenes."""
-    rng = np.random.default_rng(seed)
-    draws = [statistic(values[rng.integers(len(values), size=len(values))]) for _ in range(DRAWS)]
-    low, high = np.quantile(draws, [0.025, 0.975])
-    return f"{statistic(values):+.3f} ({low:+.3f} to {high:+.3f})"
-
-
-def mean(values: np.ndarray) -> float:
-    """Over scenes."""
-    return float(values.mean())
+def interval(values: np.ndarray) -> str:
+    """A mean with its 95 % bootstrap interval over scenes."""
+    rng = np.random.default_rng(0)
+    draws = [values[rng.integers(len(values), size=len(values))].mean() for _ in range(DRAWS)]
+    return quantile_text(values.mean(), draws)
 
 
 def line(name: str, judge: Any, world: World) -> str:
@@ -183,7 +177,7 @@ def line(name: str, judge: Any, world: World) -> str:
         miss = scores(judge, images, world.prompts)
         columns.append((np.sign(grid[np.arange(count), column] - miss) + 1) / 2)
     means = " | ".join(f"{value:.3f}" for value in grid.mean(0))
-    return f"| {name} | {means} | {' | '.join(interval(values, mean) for values in columns)} |"
+    return f"| {name} | {means} | {' | '.join(interval(values) for values in columns)} |"
 
 
 def table(judges: dict[str, Any], world: World) -> None:
@@ -238,13 +232,12 @@ def trained(folder: Path, arguments: argparse.Namespace) -> dict[str, tuple[str,
         "ict": [f"data.theta={theta}", f"data.train={files['triples']}"],
         "hp": [f"data.train={files['pairs']}", "data.kinds=[alignment,quality,richness,mixed]"],
     }.items():  # fmt: skip
-        if not (folder / kind / "summary.json").is_file():
-            run_visalign(
-                "train-reward", f"shapes_{kind}", f"model.path={CLIP}", "data.size=null", "data.heldout=null",
-                "data.heldout_kinds=null", "data.surroundings=0", f"seed={seed}", *changes,
-                "optimizer.updates_per_iteration=1", f"optimizer.decay_updates={updates}",
-                f"run.iterations={updates}", "run.checkpoint_every=1000", "-o", str(folder / kind),
-            )  # fmt: skip
+        train_once(
+            folder / kind, f"shapes_{kind}", f"model.path={CLIP}", "data.size=null", "data.heldout=null",
+            "data.heldout_kinds=null", "data.surroundings=0", f"seed={seed}", *changes,
+            "optimizer.updates_per_iteration=1", f"optimizer.decay_updates={updates}",
+            f"run.iterations={updates}", "run.checkpoint_every=1000", command="train-reward",
+        )  # fmt: skip
     ict, hp = str(folder / "ict" / "judge"), str(folder / "hp" / "judge")
     return {
         "CLIP score": ("clip_score", {"model": CLIP}),
@@ -272,14 +265,12 @@ def policies(folder: Path, judges: dict[str, tuple[str, dict[str, Any]]], argume
     loras: dict[str, list[str]] = {"before": []}
     for name, (kind, options) in judges.items():
         run = folder / "policies" / "".join(c if c.isalnum() else "_" for c in name)
-        if not (run / "summary.json").is_file():
-            run_visalign(
-                "train", "shapes_grpo_guard", f"data.train={prompts['train']}",
-                f"data.heldout={prompts['few']}",
-                f"rewards.terms={{judge: {{name: {kind}, options: {json.dumps(options)}}}}}",
-                f"seed={arguments.seed}", "evaluation.every=0", "rollout.prompts_per_iteration=12",
-                f"run.iterations={arguments.iterations}", "run.max_seconds=null", "-o", str(run),
-            )  # fmt: skip
+        train_once(
+            run, "shapes_grpo_guard", f"data.train={prompts['train']}", f"data.heldout={prompts['few']}",
+            f"rewards.terms={{judge: {{name: {kind}, options: {json.dumps(options)}}}}}",
+            f"seed={arguments.seed}", "evaluation.every=0", "rollout.prompts_per_iteration=12",
+            f"run.iterations={arguments.iterations}", "run.max_seconds=null",
+        )  # fmt: skip
         loras[name] = ["--lora", str(run / "lora")]
     outcomes = {name: counted(folder / "samples" / str(n), prompts["heldout"], lora)
                 for n, (name, lora) in enumerate(loras.items())}  # fmt: skip
@@ -287,7 +278,7 @@ def policies(folder: Path, judges: dict[str, tuple[str, dict[str, Any]]], argume
     print("\n| reward | verified accuracy | over the CLIP's | extra objects | over the CLIP's |")
     print("|---|---|---|---|---|")
     for name, own in outcomes.items():
-        gains = ["" if name == "CLIP score" else interval((own - first)[:, column], mean) for column in range(2)]
+        gains = ["" if name == "CLIP score" else interval((own - first)[:, column]) for column in range(2)]
         print(f"| {name} | {own[:, 0].mean():.3f} | {gains[0]} | {own[:, 1].mean():.3f} | {gains[1]} |", flush=True)
 
 

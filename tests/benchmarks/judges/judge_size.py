@@ -24,19 +24,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from rich.console import Console
-from rich.table import Table
 from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from tests.benchmarks.judges.generative_judges import BATCH, accuracy, clear_pairs
-from tests.support.benchmarks import argument_parser, read_rows, run_visalign, write_rows
+from tests.support.benchmarks import (
+    interval_text,
+    lead_text,
+    print_table,
+    read_rows,
+    run_parser,
+    run_visalign,
+    train_once,
+    write_rows,
+)
 from visalign.data.assets import assets_folder
 from visalign.data.shapes.prompts import CATEGORIES, heldout_prompts, train_prompts
 from visalign.evaluation.heldout.result import load_heldout
-from visalign.evaluation.statistics.intervals import Interval, paired_bootstrap, wilson_interval
+from visalign.evaluation.statistics.intervals import wilson_interval
 from visalign.rewards import load_judge, load_reward
 from visalign.rewards.questions.reward_dance import RewardDancePairs
 from visalign.rewards.questions.reward_dance_reference import ReferenceReward
@@ -91,15 +97,14 @@ def cut(folder: Path, layers: int) -> Path:
 
 def trained(folder: Path, kind: str, model: Path, pairs: int, seed: int) -> Path:
     """The folder of a judge."""
-    if not (folder / "summary.json").is_file():
-        updates = math.ceil(pairs / BATCH)
-        run_visalign(
-            "train-reward", "shapes_reward_dance" if kind == ALONE else "shapes_reward_dance_pairs",
-            f"model.path={model}", "model.train=full", "data.kinds=[alignment]", "data.surroundings=0",
-            f"data.size={pairs}", "data.heldout_size=100", "evaluation.every=0", "optimizer.lr=1e-3",
-            "optimizer.updates_per_iteration=1", f"optimizer.decay_updates={updates}",
-            f"run.iterations={updates}", "run.checkpoint_every=1000", f"seed={seed}", "-o", str(folder),
-        )  # fmt: skip
+    updates = math.ceil(pairs / BATCH)
+    train_once(
+        folder, "shapes_reward_dance" if kind == ALONE else "shapes_reward_dance_pairs",
+        f"model.path={model}", "model.train=full", "data.kinds=[alignment]", "data.surroundings=0",
+        f"data.size={pairs}", "data.heldout_size=100", "evaluation.every=0", "optimizer.lr=1e-3",
+        "optimizer.updates_per_iteration=1", f"optimizer.decay_updates={updates}",
+        f"run.iterations={updates}", "run.checkpoint_every=1000", f"seed={seed}", command="train-reward",
+    )  # fmt: skip
     return folder / "judge"
 
 
@@ -144,17 +149,16 @@ def references(folder: Path, prompt_file: Path, samples: Path, judge: Path) -> d
 
 def policy(folder: Path, reward: str, judge: Path, table: Path, seed: int, iterations: int) -> None:
     """Train `shapes_nft` with a judge as its only reward."""
-    if not (folder / "summary.json").is_file():
-        row = "objective.changes_for.diffusion_nft_closed"
-        run_visalign(
-            "train", "shapes_nft", f"data.train={table}",
-            f"rewards.terms={{judge: {{name: '{reward}', options: {{model: '{judge}'}}}}}}",
-            f"{row}.reference_guidance=null", f"{row}.kl_until={iterations // 4}", f"seed={seed}",
-            "rollout.prompts_per_iteration=12", f"optimizer.updates_per_iteration={UPDATES}",
-            f"optimizer.decay_updates={UPDATES * iterations}",
-            "evaluation={every: 0, rewards: {shapes_verifier: {}}}", "monitor.features=null",
-            f"run.iterations={iterations}", "run.max_seconds=null", "-o", str(folder),
-        )  # fmt: skip
+    row = "objective.changes_for.diffusion_nft_closed"
+    train_once(
+        folder, "shapes_nft", f"data.train={table}",
+        f"rewards.terms={{judge: {{name: '{reward}', options: {{model: '{judge}'}}}}}}",
+        f"{row}.reference_guidance=null", f"{row}.kl_until={iterations // 4}", f"seed={seed}",
+        "rollout.prompts_per_iteration=12", f"optimizer.updates_per_iteration={UPDATES}",
+        f"optimizer.decay_updates={UPDATES * iterations}",
+        "evaluation={every: 0, rewards: {shapes_verifier: {}}}", "monitor.features=null",
+        f"run.iterations={iterations}", "run.max_seconds=null",
+    )  # fmt: skip
 
 
 def run(folder: Path, arm: str, options: argparse.Namespace, seed: int) -> None:
@@ -208,25 +212,18 @@ def right(folder: Path, arm: str, count: int) -> dict[str, int]:
     }
 
 
-def shown(interval: Interval, sign: str = "") -> str:
-    return f"{interval.estimate:{sign}.3f} ({interval.low:{sign}.3f} to {interval.high:{sign}.3f})"
-
-
 def change(before: list[np.ndarray], after: list[np.ndarray], prompts: list[str]) -> str:
     """Gain in right images over before, paired over the prompts of all seeds."""
-    first, second = np.concatenate(before), np.concatenate(after)
-    labels = [prompt for _ in before for prompt in prompts]
-    interval = paired_bootstrap(first, second, labels, generator=torch.Generator().manual_seed(0))
-    return shown(interval, "+")
+    return lead_text(np.concatenate(after), np.concatenate(before), prompts * len(before))
 
 
 def measured(output: Path, folders: list[Path], arm: str, options: argparse.Namespace) -> dict[str, Any]:
     """Entries of the table for an arm: texts of its columns, and outcomes [P] a seed."""
     counts = [right(folder, arm, options.heldout) for folder in folders]
-    columns: dict[str, Any] = {
-        name: shown(wilson_interval(sum(count[name] for count in counts), options.heldout * len(counts)))
-        for name in counts[0]
-    }
+    columns: dict[str, Any] = {}
+    for name in counts[0]:
+        share = wilson_interval(sum(count[name] for count in counts), options.heldout * len(counts))
+        columns[name] = interval_text(share.estimate, share.low, share.high, ".3f")
     columns["lot"], columns["best of 8"] = (
         list(side) for side in zip(*(picked(output, f, arm) for f in folders), strict=True)
     )
@@ -243,13 +240,11 @@ def measured(output: Path, folders: list[Path], arm: str, options: argparse.Name
 
 
 def main() -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--output", type=Path, required=True, help="runs that are there are not repeated")
+    parser = run_parser(__doc__)
     parser.add_argument("--pairs", type=int, default=2000)
     parser.add_argument("--heldout", type=int, default=600, help="pairs")
     parser.add_argument("--each", type=int, default=EACH, help="training prompts of a category at most")
     parser.add_argument("--iterations", type=int, default=12, help="of the policies")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--policies", nargs="*", choices=ARMS, default=list(ARMS), help="that are trained")
     options = parser.parse_args()
     output, texts = options.output.resolve(), [record["prompt"] for record in heldout_prompts()]
@@ -257,31 +252,26 @@ def main() -> None:
     for folder, seed in zip(folders, options.seeds, strict=True):
         for arm in ARMS:
             run(folder, arm, options, seed)
-    table = Table(
-        "judge", "known grounds", "other grounds", "best of 8, over one by lot", "trained, over before",
-        "spread left", title=f"{options.pairs} pairs, {options.iterations} iterations, seeds {options.seeds}",
-    )  # fmt: skip
     arms: dict[str, dict[str, Any]] = {}
     for arm in ARMS:
         arms[arm] = measured(output, folders, arm, options)
         (output / "arms.json").write_text(json.dumps(arms, default=np.ndarray.tolist), encoding="utf-8")
+    titles = {"best of 8": ("lot", "best of 8, over one by lot"), "after": ("before", "trained, over before")}
+    rows = []
     for arm, own in arms.items():
-        cells = [
-            f"{np.mean(own[one]):.3f} -> {np.mean(own[other]):.3f}, {change(own[one], own[other], texts)}"
-            if one in own
-            else ""
-            for one, other in (("lot", "best of 8"), ("before", "after"))
-        ]
-        table.add_row(arm, own["known grounds"], own["other grounds"], *cells, own.get("spread", ""))
+        row = {"judge": arm, "known grounds": own["known grounds"], "other grounds": own["other grounds"]}
+        for key, (start, title) in titles.items():
+            if start in own:
+                means = f"{np.mean(own[start]):.3f} -> {np.mean(own[key]):.3f}"
+                row[title] = f"{means}, {change(own[start], own[key], texts)}"
+        rows.append({**row, "spread left": own.get("spread", "")})
     for one, other in LEADS:
-        leads = [
-            change(arms[other][key], arms[one][key], texts)
-            if {one, other} <= {a for a in arms if key in arms[a]}
-            else ""
-            for key in ("best of 8", "after")
-        ]
-        table.add_row(f"{one} over {other}", "", "", *leads, "")
-    Console(width=220).print(table)
+        row = {"judge": f"{one} over {other}"}
+        for key, (_, title) in titles.items():
+            if key in arms[one] and key in arms[other]:
+                row[title] = change(arms[other][key], arms[one][key], texts)
+        rows.append(row)
+    print_table(f"{options.pairs} pairs, {options.iterations} iterations, seeds {options.seeds}", rows)
 
 
 if __name__ == "__main__":

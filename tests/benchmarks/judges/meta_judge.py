@@ -24,7 +24,7 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from tests.support.benchmarks import argument_parser, write_rows
+from tests.support.benchmarks import first_pairs, quantile_text, run_parser, write_rows
 from visalign.data.shapes.preferences import ShapesPair, ShapesPreferences
 from visalign.data.shapes.verifier import verify_scene
 from visalign.pipelines.jobs import load_job
@@ -162,21 +162,15 @@ def one_seed(output: Path, seed: int, options: argparse.Namespace) -> dict[str, 
 
 def told_apart(seed: int, count: int) -> list[ShapesPair]:
     """Held-out pairs of which one image shows the prompt."""
-    world, pairs, number = ShapesPreferences(seed + 100, split="heldout", **WORLD), [], 0
-    while len(pairs) < count:
-        pair = world.pair(number)
-        pairs += [pair] if sum(shown(pair)) == 1 else []
-        number += 1
-    return pairs
+    world = ShapesPreferences(seed + 100, split="heldout", **WORLD)
+    return first_pairs(world, count, lambda pair: sum(shown(pair)) == 1)
 
 
 def main() -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--output", type=Path, required=True, help="runs that are there are not repeated")
+    parser = run_parser(__doc__, seeds=[0])
     parser.add_argument("--images", type=int, default=1500, help="with votes to learn from")
     parser.add_argument("--heldout", type=int, default=500, help="pairs")
     parser.add_argument("--votes", type=int, default=8, help="K")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     options = parser.parse_args()
     torch.set_num_threads(1)
     seeds = [one_seed(options.output.resolve(), seed, options) for seed in options.seeds]
@@ -186,8 +180,8 @@ def main() -> None:
     print("| the sum of | accuracy | over all votes |\n|---|---|---|")
     for name, right in rows.items():
         by_seed = ", ".join(f"{outcome[name].mean():.3f}" for outcome in seeds)
-        low, high = np.quantile((right - first)[resamples].mean(1), [0.025, 0.975])
-        gain = "" if right is first else f"{(right - first).mean():+.3f} ({low:+.3f} to {high:+.3f})"
+        lead = right - first
+        gain = "" if right is first else quantile_text(lead.mean(), lead[resamples].mean(1))
         print(f"| {name} | {right.mean():.3f} ({by_seed}) | {gain} |")
 
 

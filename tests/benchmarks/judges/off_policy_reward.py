@@ -7,9 +7,7 @@ A linear reward learns from pairs of the start's images, a policy follows it, an
 on the same pairs, weighed by OCRM (arXiv 2507.15507). Measured is the accuracy on pairs of the policy's
 images of held-out prompts. Beside it: as many fresh labels of the policy's own images.
 
-Before it was run: a weighting whose effective share is at most 1/2 is refuted where the interval of its lead
-over equal weights holds 0 or lies below; undecided where fresh labels have no lead either. 95 % by bootstrap
-over prompts of all seeds, paired.
+What was decided before the runs, and how they came out: docs/evidence/claims.md#ocrm.
 """
 
 from __future__ import annotations
@@ -24,10 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from tests.benchmarks.judges.linear_reward import features, fit, strength_of
 from tests.benchmarks.judges.which_labels import log_ratios, sampled, sampling, truth
-from tests.support.benchmarks import argument_parser, run_visalign, write_rows
+from tests.support.benchmarks import lead_text, run_parser, train_once, write_rows
 from visalign.core import effective_sample_size, off_policy_pair_weights
 from visalign.data.shapes.prompts import heldout_prompts, train_prompts
-from visalign.evaluation.statistics.intervals import paired_bootstrap
 
 WEIGHTS = {"α = .1, m = .01, as released": (0.1, 0.01), "α = .1, m = .1": (0.1, 0.1), "α = .1, m = 1": (0.1, 1.0),
            "α = 0, m = .1": (0.0, 0.1), "α = 0, m = 1, as published": (0.0, 1.0)}  # fmt: skip
@@ -45,16 +42,14 @@ def pairs(tasks: list) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list]:
 
 def policy(folder: Path, reward: Path, seed: int, iterations: int) -> Path:
     """Train `shapes_nft` on the linear reward alone, without guidance."""
-    if not (folder / "summary.json").is_file():
-        few = write_rows(folder.with_name("few.jsonl"), heldout_prompts()[::40])
-        term = f"{Path(__file__).with_name('linear_reward.py')}:LinearReward"
-        run_visalign(
-            "train", "shapes_nft", f"rewards.terms={{r: {{name: '{term}', options: {{file: '{reward}'}}}}}}",
-            "objective.changes_for.diffusion_nft_closed.reference_guidance=null", f"data.heldout={few}",
-            "rollout.prompts_per_iteration=12", f"run.iterations={iterations}", f"seed={seed}",
-            f"optimizer.decay_updates={4 * iterations}", "run.max_seconds=null", "evaluation.every=0",
-            "-o", str(folder),
-        )  # fmt: skip
+    few = write_rows(folder.with_name("few.jsonl"), heldout_prompts()[::40])
+    term = f"{Path(__file__).with_name('linear_reward.py')}:LinearReward"
+    train_once(
+        folder, "shapes_nft", f"rewards.terms={{r: {{name: '{term}', options: {{file: '{reward}'}}}}}}",
+        "objective.changes_for.diffusion_nft_closed.reference_guidance=null", f"data.heldout={few}",
+        "rollout.prompts_per_iteration=12", f"run.iterations={iterations}", f"seed={seed}",
+        f"optimizer.decay_updates={4 * iterations}", "run.max_seconds=null", "evaluation.every=0",
+    )  # fmt: skip
     return folder / "lora"
 
 
@@ -89,9 +84,7 @@ def one_seed(folder: Path, seed: int, prompts: int, iterations: int) -> dict[str
 
 
 def main() -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser = run_parser(__doc__)
     parser.add_argument("--prompts", type=int, default=150, help="training prompts, four images each")
     parser.add_argument("--iterations", type=int, default=24)
     args = parser.parse_args()
@@ -100,11 +93,8 @@ def main() -> None:
     equal = np.concatenate([results["equal"] for results in seeds])
     for name in [name for name in seeds[0] if name != "prompts"]:
         values = np.concatenate([results[name] for results in seeds])
-        lead = paired_bootstrap(equal, values, labels, generator=torch.Generator().manual_seed(0))
         means = ", ".join(f"{np.mean(results[name]):.3f}" for results in seeds)
-        print(
-            f"| {name} | {values.mean():.3f} ({means}) | {lead.estimate:+.3f} ({lead.low:+.3f} to {lead.high:+.3f}) |"
-        )
+        print(f"| {name} | {values.mean():.3f} ({means}) | {lead_text(values, equal, labels)} |")
 
 
 if __name__ == "__main__":

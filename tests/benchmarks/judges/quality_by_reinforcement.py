@@ -19,7 +19,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from tests.support.benchmarks import argument_parser, run_visalign
+from tests.support.benchmarks import quantile_text, run_parser, train_once
 from visalign.data.sets.image_references import resolve_image
 from visalign.data.sets.records import QualityRecord
 from visalign.data.sets.sources import shapes_quality, write_rows
@@ -33,25 +33,23 @@ ARMS = ("fidelity", "binary", "regression")
 def trained(output: Path, arm: str, seed: int, iterations: int, rows: Path) -> Path:
     """The folder of a judge that learnt by one reward."""
     folder = output / f"{arm}_{seed}"
-    if not (folder / "summary.json").is_file():
-        run_visalign(
-            "train", "shapes_visual_quality_r1", f"seed={seed}", f"run.iterations={iterations}",
-            f"optimizer.decay_updates={iterations}", "run.max_seconds=null",
-            f"data.train={rows}", f"data.heldout={rows}", "data.heldout_size=20", "evaluation.every=0",
-            f"rewards.terms={{rating: {{options: {{rule: {arm}, form: 0.1}}}}}}", "-o", str(folder),
-        )  # fmt: skip
+    train_once(
+        folder, "shapes_visual_quality_r1", f"seed={seed}", f"run.iterations={iterations}",
+        f"optimizer.decay_updates={iterations}", "run.max_seconds=null",
+        f"data.train={rows}", f"data.heldout={rows}", "data.heldout_size=20", "evaluation.every=0",
+        f"rewards.terms={{rating: {{options: {{rule: {arm}, form: 0.1}}}}}}",
+    )  # fmt: skip
     return folder / "model"
 
 
 def supervised(output: Path, seed: int, updates: int, rows: Path) -> Path:
     """The same model after as many updates on the squared error of the expectation."""
     folder = output / f"supervised_{seed}"
-    if not (folder / "summary.json").is_file():
-        run_visalign(
-            "train-reward", "shapes_visual_quality", f"seed={seed}", f"data.train={rows}",
-            "data.heldout=null", "data.surroundings=0", "data.batch=48", f"run.iterations={updates // 10}",
-            "optimizer.updates_per_iteration=10", f"optimizer.decay_updates={updates}", "-o", str(folder),
-        )  # fmt: skip
+    train_once(
+        folder, "shapes_visual_quality", f"seed={seed}", f"data.train={rows}",
+        "data.heldout=null", "data.surroundings=0", "data.batch=48", f"run.iterations={updates // 10}",
+        "optimizer.updates_per_iteration=10", f"optimizer.decay_updates={updates}", command="train-reward",
+    )  # fmt: skip
     return folder / "judge"
 
 
@@ -63,9 +61,7 @@ def ratings(model: Path | str, samples: list[QualityRecord]) -> np.ndarray:
 
 
 def main() -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser = run_parser(__doc__)
     parser.add_argument("--iterations", type=int, default=100)
     options = parser.parse_args()
     output = options.output.resolve()
@@ -90,9 +86,8 @@ def main() -> None:
         }
         for arm, value in correlations.items():
             lead = correlations["fidelity"] - value
-            low, high = np.quantile(lead[1:], [0.025, 0.975])
-            print(f"{', '.join(kinds)}: {arm} SRCC {value[0]:.3f}; fidelity leads by {lead[0]:+.3f} "
-                  f"({low:+.3f} to {high:+.3f})")  # fmt: skip
+            gap = quantile_text(lead[0], lead[1:])
+            print(f"{', '.join(kinds)}: {arm} SRCC {value[0]:.3f}; fidelity leads by {gap}")
 
 
 if __name__ == "__main__":

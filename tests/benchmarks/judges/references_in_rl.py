@@ -8,8 +8,7 @@
 (`rewards.terms.judge.references`). `shapes_nft` without guided reference, 24 prompts. The arm
 without references has so many iterations more as the drawing costs. Verified accuracy on 104 held-out prompts.
 
-Before it was run: "references help" is refuted where the interval of their lead in verified accuracy lies
-below 0, and not shown where it holds 0. 95 % by bootstrap over the prompts of all seeds.
+What was decided before the runs, and how they came out: docs/evidence/claims.md#references-in-rl.
 """
 
 from __future__ import annotations
@@ -19,13 +18,12 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from tests.support.benchmarks import argument_parser, run_visalign, write_rows
+from tests.support.benchmarks import lead_text, run_parser, train_once, write_rows
 from visalign.data.shapes.prompts import CATEGORIES, heldout_prompts, train_prompts
-from visalign.evaluation import load_heldout, paired_bootstrap
+from visalign.evaluation import load_heldout
 from visalign.training.loop.metrics import read_metrics
 
 COUNT, PROMPTS, SIDE = 8, 24, 8
@@ -38,27 +36,22 @@ ARMS = {
 
 
 def train(folder: Path, term: str, seed: int, iterations: int) -> None:
-    if (folder / "summary.json").is_file():
-        return
     heldout = write_rows(folder.parent / "heldout.jsonl", heldout_prompts()[::2])
     by_tag = [[r for r in train_prompts() if r["tag"] == tag][: PROMPTS // len(CATEGORIES)] for tag in CATEGORIES]
     table = write_rows(folder.parent / "prompts.jsonl", [record for records in by_tag for record in records])
     row = "objective.changes_for.diffusion_nft_closed"
-    run_visalign(
-        "train", "shapes_nft", f"rewards.terms={{judge: {term}}}",
+    train_once(
+        folder, "shapes_nft", f"rewards.terms={{judge: {term}}}",
         f"data.train={table}", f"data.heldout={heldout}",
         f"{row}.reference_guidance=null", f"{row}.kl_until={iterations // 4}", f"seed={seed}",
         f"rollout.prompts_per_iteration={SIDE}", f"rollout.group_size={SIDE}", f"run.iterations={iterations}",
         f"optimizer.decay_updates={4 * iterations}", "run.max_seconds=null", "run.threads=1", "run.device=cpu",
         "evaluation={every: 0, seeds: [0], rewards: {shapes_verifier: {}}}", "monitor.features=null",
-        "-o", str(folder),
     )  # fmt: skip
 
 
 def main() -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--output", type=Path, required=True, help="runs that are there are not repeated")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser = run_parser(__doc__)
     parser.add_argument("--iterations", type=int, default=6, help="of the arm with references")
     parser.add_argument("--more", type=int, default=2, help="iterations of the arm without")
     options = parser.parse_args()
@@ -78,8 +71,7 @@ def main() -> None:
         print(f"| {arm} | {cost:.0f} | {means} | {seeds} | {spread:.2f} |", flush=True)
     labels = [r["prompt"] for r in heldout_prompts()[::2]] * len(options.seeds)
     first, second = after.values()
-    lead = paired_bootstrap(first, second, labels, generator=torch.Generator().manual_seed(0))
-    print(f"\nLead of references: {lead.estimate:+.3f} ({lead.low:+.3f} to {lead.high:+.3f})")
+    print(f"\nLead of references: {lead_text(second, first, labels)}")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from tests.benchmarks.judges.lora_ensemble_quality import ask
 from tests.benchmarks.judges.uncertainty_loss import FeaturePairs, train_head
-from tests.support.benchmarks import argument_parser
+from tests.support.benchmarks import argument_parser, first_pairs, quantile_text
 from visalign.data.shapes.preferences import ShapesPair, ShapesPreferences
 from visalign.data.shapes.surroundings import GROUNDS, is_visible
 from visalign.pipelines.train_reward.examples import as_image
@@ -45,19 +46,17 @@ Tower = Callable[[list[Tensor], list[str]], Tensor]
 
 def drawn(split: str, seed: int, ground: str | None, count: int, *, clear: bool) -> list[ShapesPair]:
     """Pairs on a ground, None for the world's own, from which their objects stand out."""
-    world, pairs, number = ShapesPreferences(seed, split=split), [], 0
-    while len(pairs) < count:
-        pair, number = world.pair(number), number + 1
-        if clear and not pair.is_clear:
-            continue
-        if ground is not None:
-            color = GROUNDS[ground]
-            if not all(is_visible(scene, color) for scene in (pair.left, pair.right)):
-                continue
-            left, right = (replace(scene, background=color) for scene in (pair.left, pair.right))
-            pair = replace(pair, left=left, right=right)
-        pairs.append(pair)
-    return pairs
+    color = None if ground is None else GROUNDS[ground]
+
+    def fits(pair: ShapesPair) -> bool:
+        visible = color is None or all(is_visible(scene, color) for scene in (pair.left, pair.right))
+        return visible and (pair.is_clear or not clear)
+
+    pairs = first_pairs(ShapesPreferences(seed, split=split), count, fits)
+    if color is None:
+        return pairs
+    on_color = partial(replace, background=color)
+    return [replace(pair, left=on_color(pair.left), right=on_color(pair.right)) for pair in pairs]
 
 
 def seeing() -> Tower:
@@ -190,8 +189,8 @@ def main() -> None:
             draws = torch.from_numpy(rng.integers(len(wrong), size=(DRAWS, len(wrong))))
             cells += [f"{1 - wrong.double().mean():.3f}", "–"]
             if wrong.any():
-                low, high = np.nanquantile([auroc(std[rows], wrong[rows]) for rows in draws], [0.025, 0.975])
-                cells[-1] = f"{auroc(std, wrong):.3f} ({low:.3f} to {high:.3f})"
+                aurocs = [auroc(std[rows], wrong[rows]) for rows in draws]
+                cells[-1] = quantile_text(auroc(std, wrong), aurocs, ".3f")
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 

@@ -9,10 +9,8 @@ four ways, or from choices among four images by one voter each, with as many loo
 tilts the generator on held-out prompts, w ∝ exp(βr) over 16 samples, to a KL; the verifier's accuracy there
 is what counts. No policy is trained: the tilt is the optimum that training under a KL penalty aims at.
 
-Before it was run: counts are refuted where the interval of their lead over majorities, or over the filter,
-holds 0 or lies below at 1 nat; "less over-optimised" where their change from 1 to 2 nats is not above that of
-majorities; best-of-four labels where their lead over one pair of each four holds 0 or lies below at 1 nat.
-95 % by bootstrap over the prompts of all seeds, paired; each seed has five draws of pairs and votes.
+Each seed has five draws of pairs and votes. What was decided before the runs, and how they came out:
+docs/evidence/claims.md#votes-over-kl.
 """
 
 from __future__ import annotations
@@ -29,9 +27,8 @@ from tests.benchmarks.judges.judge_size import sampled as sampled_by
 from tests.benchmarks.judges.linear_reward import features, fit, fit_choices, strength_of, tilted
 from tests.benchmarks.judges.votes_to_policy import VOTERS
 from tests.benchmarks.judges.which_labels import sampled
-from tests.support.benchmarks import argument_parser, write_rows
+from tests.support.benchmarks import lead_text, run_parser, write_rows
 from visalign.data.shapes.prompts import heldout_prompts, parse_prompt, train_prompts
-from visalign.evaluation.statistics.intervals import paired_bootstrap
 from visalign.rewards.catalogue import load_reward
 
 LEVELS, DRAWS = (0.25, 0.5, 1.0, 1.5, 2.0), 5
@@ -79,9 +76,7 @@ def rewards(
 
 
 def main() -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser = run_parser(__doc__)
     parser.add_argument("--pairs", type=int, default=200)
     options = parser.parse_args()
     output = options.output.resolve()
@@ -116,10 +111,7 @@ def main() -> None:
     labels = prompts * len(options.seeds)
     for one, other in LEADS:
         for name, column in (("at 1 nat", lambda t: t[2]), ("from 1 to 2 nats", lambda t: t[4] - t[2])):
-            lead = paired_bootstrap(
-                column(table[other]), column(table[one]), labels, generator=torch.Generator().manual_seed(0)
-            )
-            print(f"{one} over {other}, {name}: {lead.estimate:+.3f} ({lead.low:+.3f} to {lead.high:+.3f})")
+            print(f"{one} over {other}, {name}: {lead_text(column(table[one]), column(table[other]), labels)}")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from tests.support.benchmarks import argument_parser, run_visalign
+from tests.support.benchmarks import run_parser, run_visalign, train_once
 from visalign.data.shapes.prompts import Record, heldout_prompts, parse_prompt, train_prompts
 from visalign.pipelines.collect.store import Plan, VoteStore
 from visalign.pipelines.collect.tasks import Form, read_tasks
@@ -76,28 +76,24 @@ def run(output: Path, votes: int, seed: int, iterations: int, kind: str) -> None
     if not (folder / "test.jsonl").is_file():  # of the same voters, on held-out prompts
         images(folder / "test_images", heldout_prompts(), 60, seed)
         collect(folder / "test_images", folder / "test.sqlite", 240, seed)
-    if not (folder / "judge" / "summary.json").is_file():
-        data = [f"data.train={folder / 'votes.jsonl'}", heldout, f"seed={seed}"]
-        run_visalign("train-reward", f"shapes_{kind}", *data, f"run.iterations={iterations}", "run.threads=2",
-                "optimizer.decay_updates=" + str(12 * iterations), "-o", str(folder / "judge"))  # fmt: skip
+    train_once(
+        folder / "judge", f"shapes_{kind}", f"data.train={folder / 'votes.jsonl'}", heldout, f"seed={seed}",
+        f"run.iterations={iterations}", "run.threads=2", f"optimizer.decay_updates={12 * iterations}",
+        command="train-reward",
+    )  # fmt: skip
     for name, options in (
         ("trained", f"{{model: {folder / 'judge' / 'judge'}}}"),
         *([("untrained", "{model: shapes-vlm}")] if kind == "reward_dance" else []),
     ):
-        policy = folder / f"policy_{name}"
-        if not (policy / "summary.json").is_file():
-            judge = f"rewards.terms={{judge: {{name: {kind}, options: {options}}}}}"
-            plain = "objective.changes_for.diffusion_nft_closed.reference_guidance=null"
-            arguments = ["shapes_nft", judge, plain, f"seed={seed}", "run.max_seconds=null"]
-            run_visalign("train", *arguments, "-o", str(policy))
+        judge = f"rewards.terms={{judge: {{name: {kind}, options: {options}}}}}"
+        plain = "objective.changes_for.diffusion_nft_closed.reference_guidance=null"
+        train_once(folder / f"policy_{name}", "shapes_nft", judge, plain, f"seed={seed}", "run.max_seconds=null")
 
 
 def main() -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--output", type=Path, required=True)
+    parser = run_parser(__doc__, seeds=[0])
     parser.add_argument("--votes", type=int, default=300)
     parser.add_argument("--iterations", type=int, default=3, help="Of the judge; 12 updates of 64 each.")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--judge", choices=("reward_dance", "hpsv3"), default="reward_dance")
     options = parser.parse_args()
     for seed in options.seeds:

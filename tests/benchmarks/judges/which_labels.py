@@ -21,7 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from tests.support.benchmarks import argument_parser, read_rows, run_visalign, write_rows
+from tests.support.benchmarks import quantile_text, read_rows, run_parser, train_once, write_rows
 from visalign.data.shapes.prompts import Record, heldout_prompts, parse_prompt, train_prompts
 from visalign.pipelines.collect.tasks import Task, read_tasks
 from visalign.pipelines.sample.job import SampleSettings, sample_images
@@ -37,14 +37,12 @@ IMAGES = 4
 
 def first_round(folder: Path, seed: int, labels: int) -> None:
     """Few labels, an ensemble, and a policy that follows it."""
-    if (folder / "summary.json").is_file():
-        return
     changes = (
         "{run.iterations: 24, optimizer.decay_updates: 192, evaluation.every: 0, run.max_seconds: null, "
         "objective.changes_for.diffusion_nft_closed.reference_guidance: null}"
     )
     overrides = [f"seed={seed}", "rounds=1", f"labels.first={labels}", f"policy.changes={changes}"]
-    run_visalign("train", "shapes_ugda", *overrides, "-o", str(folder))
+    train_once(folder, "shapes_ugda", *overrides)
 
 
 def sampled(folder: Path, records: list[Record], lora: Path | None, seed: int, prompts: int) -> list[Task]:
@@ -79,12 +77,11 @@ def fitted(folder: Path, rows: list[dict[str, Any]], seed: int, *, weighed: bool
     folder.mkdir(parents=True, exist_ok=True)
     write_rows(folder / "pairs.jsonl", rows)
     for member in range(MEMBERS):
-        output = folder / str(member)
-        if not (output / "summary.json").is_file():
-            overrides = [f"data.train={folder / 'pairs.jsonl'}", "data.heldout=null", f"seed={seed + member}",
-                         "run.iterations=3", "optimizer.decay_updates=36"]  # fmt: skip
-            overrides += ["data.off_policy={}"] if weighed else []
-            run_visalign("train-reward", "shapes_reward_dance", *overrides, "-o", str(output))
+        train_once(
+            folder / str(member), "shapes_reward_dance", f"data.train={folder / 'pairs.jsonl'}", "data.heldout=null",
+            f"seed={seed + member}", "run.iterations=3", "optimizer.decay_updates=36",
+            *(["data.off_policy={}"] if weighed else []), command="train-reward",
+        )  # fmt: skip
     return ensemble_of([folder / str(member) for member in range(MEMBERS)])
 
 
@@ -141,9 +138,7 @@ def one_seed(output: Path, seed: int, first: int, more: int) -> dict[str, np.nda
 
 
 def main() -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser = run_parser(__doc__)
     parser.add_argument("--first", type=int, default=40, help="labels before the policy moves")
     parser.add_argument("--more", type=int, default=60, help="labels afterwards")
     options = parser.parse_args()
@@ -155,9 +150,9 @@ def main() -> None:
         ("random", "none"), ("uncertainty", "random"), ("ugda", "random"), ("ugda, OCRM", "ugda")
     ):  # fmt: skip
         drawn = [pooled[name][draws].sum(1) for name in (arm, other)]
-        low, high = np.quantile(drawn[0][:, 0] / drawn[0][:, 1] - drawn[1][:, 0] / drawn[1][:, 1], [0.025, 0.975])
+        gaps = drawn[0][:, 0] / drawn[0][:, 1] - drawn[1][:, 0] / drawn[1][:, 1]
         ours, theirs = (pooled[name][:, 0].sum() / pooled[name][:, 1].sum() for name in (arm, other))
-        print(f"{arm} {ours:.3f}, over {other}: {ours - theirs:+.3f} ({low:+.3f} to {high:+.3f})")
+        print(f"{arm} {ours:.3f}, over {other}: {quantile_text(ours - theirs, gaps)}")
 
 
 if __name__ == "__main__":

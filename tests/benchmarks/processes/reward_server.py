@@ -4,9 +4,9 @@
     python tests/benchmarks/processes/reward_server.py --seconds 120
 
 First throughput at full batches, directly and through the server in turns on as many threads: "wall" is of
-the medians of seconds, "cpu" of the processor seconds of all processes together. --profile prints what each
-step of a request costs. Then the load: requests of random size whose answers are known, clients and the
-judge's process killed now and then; lost and mixed answers are counted.
+the medians of seconds, "cpu" of the processor seconds of all processes together. Then the load: requests of
+random size whose answers are known, clients and the judge's process killed now and then; lost and mixed answers
+are counted.
 
 With --memory GIB instead: the largest requests that are allowed while the judge's process is killed, the
 memory beyond idle against the budget; then 300 silent connections at 256 open files beside one client.
@@ -28,7 +28,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -39,14 +39,13 @@ from urllib.parse import urlsplit
 import httpx
 import torch
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
+from tests.support.benchmarks import ROOT, argument_parser, process_memory
 from tests.support.servers.rewards import serving
 from visalign.rewards import load_judge
-from visalign.rewards.serve.client import RemoteReward, readable_rows
+from visalign.rewards.serve.client import RemoteReward
 from visalign.rewards.serve.server import judge_server
-from visalign.rewards.serve.wire import JudgeRequest, pack_answer, pack_request, unpack_answer, unpack_request
 from visalign.rewards.serve.worker import JudgeWorker
 
 _CUT = """
@@ -68,16 +67,21 @@ def brightness_client(url: str, number: int, stop: float, out: dict[str, list[fl
     remote = RemoteReward(url, attempts=8)
     while time.monotonic() < stop:
         count = rng.randint(1, 12)
-        levels = [rng.randrange(256) for _ in range(count)]
-        images = torch.tensor(levels, dtype=torch.uint8).view(-1, 1, 1, 1).expand(-1, 3, 64, 64).contiguous()
         begun = time.monotonic()
-        scores = remote.score(images, [f"{number}"] * count)
-        out["seconds"].append(time.monotonic() - begun)
-        out["images"].append(count)
-        right = (scores.value * 255 - torch.tensor(levels)).abs() < 0.01
-        out["lost"].append(int((~scores.valid).sum()))
-        out["mixed"].append(int((scores.valid & ~right).sum()))
+        lost, mixed = ask_known(remote, rng, number, count, 64)
+        measures = {"seconds": time.monotonic() - begun, "images": count, "lost": lost, "mixed": mixed}
+        for name, value in measures.items():
+            out[name].append(value)
     remote.close()
+
+
+def ask_known(remote: RemoteReward, rng: random.Random, number: int, count: int, side: int) -> tuple[int, int]:
+    """Score even images of known levels; return how many answers are lost, and how many are another image's."""
+    levels = [rng.randrange(256) for _ in range(count)]
+    images = torch.tensor(levels, dtype=torch.uint8).view(-1, 1, 1, 1).expand(-1, 3, side, side).contiguous()
+    scores = remote.score(images, [f"{number}"] * count)
+    right = (scores.value * 255 - torch.tensor(levels)).abs() < 0.01
+    return int((~scores.valid).sum()), int((scores.valid & ~right).sum())
 
 
 def load(seconds: float, clients: int) -> dict[str, float]:
@@ -124,15 +128,6 @@ def load(seconds: float, clients: int) -> dict[str, float]:
     }
 
 
-def resident(pid: int, field: str) -> int:
-    """Bytes: VmRSS now, VmHWM at the peak; 0 of a process that is gone."""
-    try:
-        words = Path(f"/proc/{pid}/status").read_text().partition(f"{field}:")[2].split()
-    except OSError:
-        return 0
-    return int(words[0]) << 10 if words else 0
-
-
 def judges_of(pid: int) -> list[int]:
     """The processes in which the server judges."""
     pids = []
@@ -175,32 +170,29 @@ def largest(seconds: float, clients: int, memory: float) -> dict[str, Any]:
         limits = httpx.get(f"{url}/health").json()["limits"]
         side = int((limits["max_pixels"] / 4) ** 0.5)
         judge = judges_of(pid)[0]
-        idle = {"server": resident(pid, "VmRSS"), "judge": resident(judge, "VmRSS")}
+        idle = {"server": process_memory("VmRSS", pid), "judge": process_memory("VmRSS", judge)}
         stop = time.monotonic() + seconds
 
         def watch() -> None:
             killed_at = time.monotonic()
             while not finished.wait(0.05):
                 for own in judges_of(pid):
-                    report["judge peak"] = max(report["judge peak"], resident(own, "VmHWM"))
+                    report["judge peak"] = max(report["judge peak"], process_memory("VmHWM", own))
                     if time.monotonic() > killed_at + 15 < stop - 10:
                         with suppress(ProcessLookupError):
                             os.kill(own, signal.SIGKILL)
                         report["kills"] += 1
                         killed_at = time.monotonic()
-                report["server peak"] = max(report["server peak"], resident(pid, "VmHWM"))
+                report["server peak"] = max(report["server peak"], process_memory("VmHWM", pid))
 
         def ask(number: int) -> None:
             rng, remote = random.Random(number), RemoteReward(url, attempts=8)
             while time.monotonic() < stop:
-                levels = [rng.randrange(256) for _ in range(4)]
-                images = torch.tensor(levels, dtype=torch.uint8).view(4, 1, 1, 1).expand(4, 3, side, side)
-                scores = remote.score(images, [f"{number}"] * 4)
-                right = (scores.value * 255 - torch.tensor(levels)).abs() < 0.01
+                lost, mixed = ask_known(remote, rng, number, 4, side)
                 with counting:
                     report["requests"] += 1
-                    report["lost"] += int((~scores.valid).sum())
-                    report["mixed"] += int((scores.valid & ~right).sum())
+                    report["lost"] += lost
+                    report["mixed"] += mixed
             remote.close()
 
         with ThreadPoolExecutor(clients + 1) as pool:
@@ -287,38 +279,8 @@ def throughput(options: argparse.Namespace) -> dict[str, Any]:
     return report
 
 
-def profile(options: argparse.Namespace) -> dict[str, float]:
-    """Processor milliseconds of each step of one full request, and of the judge itself."""
-    images = torch.randint(0, 256, (options.batch, 3, options.size, options.size), dtype=torch.uint8)
-    prompts = [f"a red circle {n}" for n in range(options.batch)]
-    torch.set_num_threads(options.threads)
-    judge = load_judge(options.judge)
-    request = JudgeRequest(images=list(images), prompts=prompts, metadata=[None] * options.batch)
-    raw = bytearray(pack_request(request))
-    turn = iter(range(10_000))
-    answer = judge.score(images, prompts)  # type: ignore[union-attr]
-    steps: dict[str, Callable[[], Any]] = {
-        "client: read": lambda: readable_rows("judge", images, None, prompts, None),
-        "client: pack": lambda: pack_request(request),
-        "server and worker: unpack, twice": lambda: (unpack_request(raw), unpack_request(raw)),
-        "worker, server and client: answer": lambda: [
-            (pack_answer(answer), unpack_answer(pack_answer(answer), options.batch)) for _ in range(2)
-        ],
-        "judge": lambda: judge.score(images ^ next(turn), prompts),  # type: ignore[union-attr]
-    }
-    medians = {}
-    for name, step in steps.items():
-        times = []
-        for _ in range(options.rounds):
-            begun = time.process_time()
-            step()
-            times.append(1000 * (time.process_time() - begun))
-        medians[name] = round(statistics.median(times), 2)
-    return medians
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argument_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=120)
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--judge", default="clip_score")
@@ -327,15 +289,12 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=64)
     parser.add_argument("--requests", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--memory", type=float)
     options = parser.parse_args()
     if options.memory is not None:
         print(json.dumps(largest(options.seconds, options.clients, options.memory), indent=1), flush=True)
         print(json.dumps(silent(options.seconds / 4), indent=1))
         return
-    if options.profile:
-        print(json.dumps(profile(options), indent=1))
     print(json.dumps(throughput(options), indent=1))
     if options.seconds:
         print(json.dumps(load(options.seconds, options.clients), indent=1))

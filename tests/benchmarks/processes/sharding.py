@@ -24,15 +24,13 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from tests.support.benchmarks import argument_parser
+from tests.support.benchmarks import ROOT, argument_parser, process_memory
 from tests.support.training.images import ToyPolicy, toy_trainer
 from visalign.training import end_processes
 
 WIDTH, BLOCKS = 1024, 12
-PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Block(nn.Module):
@@ -74,21 +72,16 @@ class Policy(ToyPolicy):
         return torch.device("cpu")
 
 
-def resident() -> int:
-    """Bytes of this process in memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
-
-
 def work(kind: str) -> None:
     """One process of the training; says its peak."""
     torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True)
     accelerator.wait_for_everyone()
-    begin, ended, peak = resident(), Event(), [0]
+    begin, ended, peak = process_memory("VmRSS"), Event(), [0]
 
     def look() -> None:
         while not ended.is_set():
-            peak[0] = max(peak[0], resident())
+            peak[0] = max(peak[0], process_memory("VmRSS"))
             time.sleep(0.005)
 
     with tempfile.TemporaryDirectory() as folder:

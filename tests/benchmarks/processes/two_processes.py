@@ -10,7 +10,6 @@ checkpoints; beside them the CPU seconds of the first process.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -20,7 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from tests.support.benchmarks import ROOT, argument_parser
+
 JOBS = {
     "text_grpo": ("data.heldout_per_task=1",),
     "shapes_flow_grpo": ("evaluation.correctness=verifier", "evaluation.steps=2", "evaluation.grid=0"),
@@ -65,7 +67,7 @@ def run(job: str, processes: int, iterations: int, folder: Path, more: Sequence[
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argument_parser(__doc__)
     parser.add_argument("jobs", nargs="*", default=list(JOBS))
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--iterations", type=int, default=3, help="per run, besides the first")

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import statistics
 import subprocess
 import sys
@@ -23,12 +22,15 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from tests.support.benchmarks import argument_parser, ask_child, process_memory
+from visalign.core.tokens.fused_head import fused_log_prob_entropy
+
 INSTALL = 'pip install "trl==1.16.*" "liger-kernel==0.8.5"'
 SEQUENCES = 4
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -53,14 +55,9 @@ def naive_entropy(hidden: Tensor, head: Tensor, target: Tensor, advantage: Tenso
     return surrogate(log_p.gather(1, target[:, None])[:, 0], advantage)
 
 
-def load_ours() -> Loss:
-    sys.path.insert(0, str(ROOT))
-    from visalign.core.tokens.fused_head import fused_log_prob_entropy
-
-    def ours(hidden: Tensor, head: Tensor, target: Tensor, advantage: Tensor) -> Tensor:
-        return surrogate(fused_log_prob_entropy(hidden, head, target).log_prob, advantage)
-
-    return ours
+def ours(hidden: Tensor, head: Tensor, target: Tensor, advantage: Tensor) -> Tensor:
+    """`fused_log_prob_entropy`."""
+    return surrogate(fused_log_prob_entropy(hidden, head, target).log_prob, advantage)
 
 
 def load_trl() -> Loss:
@@ -94,8 +91,8 @@ def load_liger() -> Loss:
 VARIANTS: dict[str, tuple[str, Callable[[], Loss]]] = {
     "naive": ("log_softmax + gather", lambda: naive),
     "naive_entropy": ("log_softmax + gather, entropy value", lambda: naive_entropy),
-    "ours": ("visalign (entropy included)", load_ours),
-    "ours_sparse": ("visalign, 80 % of rows without gradient", load_ours),
+    "ours": ("visalign (entropy included)", lambda: ours),
+    "ours_sparse": ("visalign, 80 % of rows without gradient", lambda: ours),
     "trl": ("TRL ChunkedLogProbFunction (entropy included)", load_trl),
     "liger": ("Liger LigerFusedLinearGRPOLoss (no entropy)", load_liger),
 }
@@ -119,9 +116,7 @@ def memory(options: argparse.Namespace, which: str) -> float:
     """Bytes: `VmRSS` now or `VmHWM` at the peak."""
     if options.device == "cuda":
         return torch.cuda.memory_allocated() if which == "VmRSS" else torch.cuda.max_memory_allocated()
-    match = re.search(rf"{which}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert match is not None
-    return int(match[1]) * 1024
+    return process_memory(which)
 
 
 def reset_peak(options: argparse.Namespace) -> None:
@@ -167,21 +162,12 @@ def start(options: argparse.Namespace, variant: str, vocab: int) -> subprocess.P
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def ask(process: subprocess.Popen[str], *, go: bool) -> dict[str, Any]:
-    assert process.stdin is not None and process.stdout is not None
-    if go:
-        process.stdin.write("\n")
-        process.stdin.flush()
-    line = process.stdout.readline()
-    return json.loads(line) if line else {"error": "the process ended; see above"}
-
-
 def measure(options: argparse.Namespace, vocab: int) -> dict[str, dict[str, float]]:
     """Per variant the medians of time and the largest work memory."""
     running: dict[str, subprocess.Popen[str]] = {}
     for variant in options.variants:
         process = start(options, variant, vocab)
-        answer = ask(process, go=False)
+        answer = ask_child(process, go=False)
         if "error" in answer:
             print(f"left out: {VARIANTS[variant][0]}: {answer['error']}")
         else:
@@ -189,7 +175,7 @@ def measure(options: argparse.Namespace, vocab: int) -> dict[str, dict[str, floa
     rounds: dict[str, list[dict[str, float]]] = {variant: [] for variant in running}
     for _ in range(options.repeats):
         for variant, process in running.items():
-            rounds[variant].append(ask(process, go=True))
+            rounds[variant].append(ask_child(process, go=True))
             print(f"{variant}: {rounds[variant][-1]}", file=sys.stderr)
     for process in running.values():
         process.communicate()
@@ -227,9 +213,6 @@ def show(options: argparse.Namespace, vocab: int, rows: dict[str, dict[str, floa
 
 def show_error(options: argparse.Namespace, vocab: int) -> None:
     """Relative to the largest element, against float64 on the same operands, of the first 128 rows."""
-    sys.path.insert(0, str(ROOT))
-    from visalign.core.tokens.fused_head import fused_log_prob_entropy
-
     for dtype in ("float32", "bfloat16"):
         options.dtype = dtype
         hidden, head, target, _ = problem(options, vocab, 128, False)
@@ -248,7 +231,7 @@ def show_error(options: argparse.Namespace, vocab: int) -> None:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description="Benchmark log-probs without the logits.")
+    parser = argument_parser(__doc__)
     parser.add_argument("--vocab", type=int, nargs="+", default=[32768, 131072], help="vocabulary sizes V")
     parser.add_argument("--tokens", type=int, default=2048, help=f"N, a multiple of {SEQUENCES}")
     parser.add_argument("--hidden", type=int, default=512, help="H")

@@ -8,11 +8,7 @@ Annotators are right, but where the right solution is the shorter one, half of t
 learn from these labels, from the same by `data.length_balanced`, and from the truth: as many pairs each, read once.
 Measured on pairs with true labels of held-out problems, and by `visalign probe-reward --only length`.
 
-Before it was run, by 95 % intervals: "the bias is learnt" is refuted where the accuracy on longer right solutions less
-that on shorter ones holds 0 or lies below; "balance lessens it" where the gain in accuracy on shorter right ones over
-the unbalanced reward does; "balance removes it" where that difference of accuracies still lies above 0. "The probe
-sees it" is refuted where the probe holds for the unbalanced reward of a seed or fails the one that learnt the truth.
-Bootstrap over the held-out pairs of all seeds.
+What was decided before the runs, and how they came out: docs/evidence/claims.md#length.
 """
 
 from __future__ import annotations
@@ -28,7 +24,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT))
 
-from tests.support.benchmarks import argument_parser, run_visalign, write_rows
+from tests.support.benchmarks import quantile_text, run_parser, train_once, write_rows
 from visalign.data.text_tasks.tasks import check_answer, misread, text_tasks
 from visalign.rewards.text.reward_model import RewardModel
 
@@ -60,12 +56,11 @@ def train(folder: Path, arm: str, seed: int, count: int, iterations: int) -> Pat
     rows, rng = pairs(count, seed, "train"), np.random.default_rng([seed, 72])
     if labels == "biased":
         rows = [label(row, rng) for row in rows]
-    if not (folder / "summary.json").is_file():
-        table = write_rows(folder.with_name(f"{labels}_{seed}.jsonl"), rows)
-        run_visalign(
-            "train-reward", "text_reward", f"data.train={table}", "data.heldout=0", f"seed={seed}", "run.device=cpu",
-            f"data.length_balanced={str(balanced).lower()}", f"run.iterations={iterations}", "-o", str(folder),
-        )  # fmt: skip
+    table = write_rows(folder.with_name(f"{labels}_{seed}.jsonl"), rows)
+    train_once(
+        folder, "text_reward", f"data.train={table}", "data.heldout=0", f"seed={seed}", "run.device=cpu",
+        f"data.length_balanced={str(balanced).lower()}", f"run.iterations={iterations}", command="train-reward",
+    )  # fmt: skip
     return folder / "judge"
 
 
@@ -82,16 +77,13 @@ def probe(judge: Path, rows: list[dict[str, Any]]) -> tuple[str, float]:
     return report["verdict"], report["levels"][0]["mean"]
 
 
-def text(values: np.ndarray, draws: np.ndarray) -> str:
+def text(values: np.ndarray, draws: np.ndarray, form: str = ".3f") -> str:
     """Mean of [N] values, NaN where they do not count, with its interval."""
-    low, high = np.quantile(np.nanmean(values[draws], axis=1), [0.025, 0.975])
-    return f"{np.nanmean(values):.3f} ({low:.3f} to {high:.3f})"
+    return quantile_text(np.nanmean(values), np.nanmean(values[draws], axis=1), form)
 
 
 def main() -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--output", type=Path, required=True, help="runs that are there are not repeated")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser = run_parser(__doc__)
     parser.add_argument("--pairs", type=int, default=2600, help="before they are balanced")
     parser.add_argument("--heldout", type=int, default=400)
     parser.add_argument("--iterations", type=int, default=3, help="of 25 updates of 16 pairs")
@@ -120,8 +112,7 @@ def main() -> None:
         right = np.concatenate(parts)
         longer, shorter = (np.where(lead == side, right, np.nan) for side in (1, -1))
         both = np.nanmean(longer[draws], axis=1) - np.nanmean(shorter[draws], axis=1)
-        low, high = np.quantile(both, [0.025, 0.975])
-        difference = f"{np.nanmean(longer) - np.nanmean(shorter):+.3f} ({low:+.3f} to {high:+.3f})"
+        difference = quantile_text(np.nanmean(longer) - np.nanmean(shorter), both)
         gains, verdicts = (", ".join(f"{p[1]:+.2f}" for p in probes[arm]), ", ".join(p[0] for p in probes[arm]))
         cells = [text(values, draws) for values in (right, longer, shorter)]
         print(f"| {arm} | {' | '.join(cells)} | {difference} | {gains} | {verdicts} |")
@@ -129,8 +120,7 @@ def main() -> None:
     for title, side in (("all", None), ("shorter one right", -1)):
         gain = balanced - plain
         gain = gain if side is None else np.where(lead == side, gain, np.nan)
-        low, high = np.quantile(np.nanmean(gain[draws], axis=1), [0.025, 0.975])
-        print(f"balanced over all pairs, {title}: {np.nanmean(gain):+.3f} ({low:+.3f} to {high:+.3f})")
+        print(f"balanced over all pairs, {title}: {text(gain, draws, '+.3f')}")
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,11 @@ from typing import Any
 import numpy as np
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from tests.support.benchmarks import argument_parser, lead_text
 from visalign.config import load_config
 from visalign.evaluation.heldout.result import load_heldout
-from visalign.evaluation.statistics.intervals import paired_bootstrap
 from visalign.pipelines.text import job, sample, supervised
 from visalign.pipelines.train_reward import text as reward
 
@@ -60,15 +63,9 @@ def pipeline(folder: Path, seed: int, options: argparse.Namespace) -> dict[str, 
         pairs = (f"data.train={folder / 'samples/dataset.jsonl'}", "data.batch=16", "data.micro_batch=16")
     judge = step(reward.run, reward.TextRewardConfig, folder / "reward", start, *pairs, *pace)
     term = f"rewards.terms={{reward_model: {{options: {{model: {folder / 'reward/judge'}}}}}}}"
-    more = (
-        start,
-        f"model.path={folder / 'sft/model'}",
-        term,
-        f"run.iterations={options.iterations}",
-        *HELDOUT,
-        *SHORT,
-    )
-    more += ("data.size=1200", "evaluation.rewards={task_answer: {}}", "evaluation.correctness=task_answer")
+    more = (start, f"model.path={folder / 'sft/model'}", term, f"run.iterations={options.iterations}")
+    more += (*HELDOUT, *SHORT, "data.size=1200")
+    more += ("evaluation.rewards={task_answer: {}}", "evaluation.correctness=task_answer")
     more += (f"objective.changes={{kl: {options.kl}}}",)  # the default of GRPO is 0.04
     group = ("rollout.prompts_per_iteration=16", "rollout.group_size=8", "rollout.max_new_tokens=64")
     grpo = step(job.run, job.TextGRPOConfig, folder / "grpo", *more, *group)
@@ -76,19 +73,16 @@ def pipeline(folder: Path, seed: int, options: argparse.Namespace) -> dict[str, 
     ppo = step(
         job.run, job.TextPPOConfig, folder / "ppo", *more, *wide, "objective.epochs=2", "objective.heads_lr=5e-4"
     )
-    return {
+    row = {
         "pair accuracy": judge["after"]["accuracy"],
         "packaged": tuned["before"]["accuracy"],
         "SFT": tuned["after"]["accuracy"],
-        "PPO": ppo["after"]["accuracy"],
-        "GRPO": grpo["after"]["accuracy"],
-        "reward of PPO": ppo["after"]["rewards"]["reward_model"]["mean"]
-        - ppo["before"]["rewards"]["reward_model"]["mean"],
-        "of GRPO": grpo["after"]["rewards"]["reward_model"]["mean"]
-        - grpo["before"]["rewards"]["reward_model"]["mean"],
-        "error of PPO": (ppo["gain"]["high"] - ppo["gain"]["low"]) / 3.92,
-        "error of GRPO": (grpo["gain"]["high"] - grpo["gain"]["low"]) / 3.92,
     }
+    for name, summary in (("PPO", ppo), ("GRPO", grpo)):
+        before, after = (summary[when]["rewards"]["reward_model"]["mean"] for when in ("before", "after"))
+        row |= {name: summary["after"]["accuracy"], f"reward of {name}": after - before}
+        row[f"error of {name}"] = (summary["gain"]["high"] - summary["gain"]["low"]) / 3.92
+    return row
 
 
 def table(rows: Sequence[dict[str, float]]) -> str:
@@ -110,13 +104,12 @@ def lead(folder: Path, other: Path, seeds: Sequence[int], policy: str) -> str:
     ends = [[load_heldout(f / str(seed) / policy / "after.npz") for seed in seeds] for f in (other, folder)]
     prompts = [prompt for end in ends[0] for prompt in end.prompts]
     before, after = (np.concatenate([end.outcome() for end in side]) for side in ends)
-    interval = paired_bootstrap(before, after, prompts, generator=torch.Generator().manual_seed(0))
-    return f"{interval.estimate:+.3f} ({interval.low:+.3f} to {interval.high:+.3f})"
+    return lead_text(after, before, prompts)
 
 
 def main() -> None:
     """Run the pipeline for each seed and print the table."""
-    parser = argparse.ArgumentParser(description="SFT, reward model, PPO and GRPO on packaged tasks.")
+    parser = argument_parser(__doc__)
     parser.add_argument("folder", type=Path, help="run folders; finished ones are not repeated")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--iterations", type=int, default=10, help="of PPO and of GRPO")

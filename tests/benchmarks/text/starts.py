@@ -6,9 +6,7 @@
 The packaged language model with noise on its weights is a weak start. It learns by GRPO alone, or first from 40
 batches of solutions and then by half as many GRPO iterations. The random reward trains the packaged model as it is.
 
-Before it was run: "no supervised fine-tuning is needed" is refuted where the interval of the accuracy of GRPO
-alone over both lies below 0 (the script prints the seconds of each); "a random reward helps" where the interval of its
-gain over the start holds 0 or lies below. 95 % by bootstrap over the held-out prompts of all seeds, paired.
+What was decided before the runs, and how they came out: docs/evidence/claims.md#starts.
 """
 
 from __future__ import annotations
@@ -21,11 +19,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from tests.support.benchmarks import argument_parser, run_visalign
+from tests.support.benchmarks import lead_text, run_parser, train_once
 from visalign.adapters.causal_lm.loading import load_causal_lm
 from visalign.data.assets import resolve_model
 from visalign.evaluation.heldout.result import load_heldout
-from visalign.evaluation.statistics.intervals import paired_bootstrap
 from visalign.training.loop.metrics import read_metrics
 
 NOISE = 0.5
@@ -44,37 +41,29 @@ def weak(folder: Path, seed: int) -> Path:
     return folder
 
 
-def grpo(folder: Path, model: str | Path, seed: int, iterations: int, reward: str = "") -> Path:
-    if not (folder / "summary.json").is_file():
-        run_visalign(
-            "train", "text_grpo", f"model.path={model}", f"seed={seed}", "rollout.prompts_per_iteration=16",
-            "optimizer.micro_batch=64", "objective.changes={kl: 0.0}", f"run.iterations={iterations}",
-            "run.max_seconds=null", "evaluation={every: 0, seeds: [0]}", *([reward] if reward else []),
-            "-o", str(folder),
-        )  # fmt: skip
+def grpo(folder: Path, model: str | Path, seed: int, iterations: int, *more: str) -> Path:
+    train_once(
+        folder, "text_grpo", f"model.path={model}", f"seed={seed}", "rollout.prompts_per_iteration=16",
+        "optimizer.micro_batch=64", "objective.changes={kl: 0.0}", f"run.iterations={iterations}",
+        "run.max_seconds=null", "evaluation={every: 0, seeds: [0]}", *more,
+    )  # fmt: skip
     return folder
 
 
 def supervised(folder: Path, model: Path, seed: int) -> Path:
-    if not (folder / "summary.json").is_file():
-        run_visalign(
-            "train", "text_sft", f"model.path={model}", f"seed={seed}", "run.iterations=40",
-            "optimizer.decay_updates=40", "run.max_seconds=null", "evaluation={every: 0, seeds: [0]}",
-            "-o", str(folder),
-        )  # fmt: skip
+    train_once(
+        folder, "text_sft", f"model.path={model}", f"seed={seed}", "run.iterations=40", "optimizer.decay_updates=40",
+        "run.max_seconds=null", "evaluation={every: 0, seeds: [0]}",
+    )  # fmt: skip
     return folder
 
 
 def lead(one: list[np.ndarray], other: list[np.ndarray], prompts: list[str]) -> str:
-    sides = np.concatenate(other), np.concatenate(one)
-    interval = paired_bootstrap(*sides, prompts, generator=torch.Generator().manual_seed(0))
-    return f"{interval.estimate:+.3f} ({interval.low:+.3f} to {interval.high:+.3f})"
+    return lead_text(np.concatenate(one), np.concatenate(other), prompts)
 
 
 def main() -> None:
-    parser = argument_parser(__doc__)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser = run_parser(__doc__)
     parser.add_argument("--iterations", type=int, default=32)
     options = parser.parse_args()
     outcomes: dict[str, list[np.ndarray]] = {}

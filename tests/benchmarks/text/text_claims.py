@@ -22,10 +22,10 @@ CANON 2509.23962; COPO 2508.04138; RiskPO 2510.00911.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -33,12 +33,13 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 from safetensors.torch import load_file
 from scipy.stats import rankdata
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from tests.support.benchmarks import argument_parser, print_table
 from visalign.adapters.causal_lm.demonstrations import demonstration_rollout
 from visalign.config import load_config
 from visalign.core import fit_entropy_curve, ratio_level
@@ -556,19 +557,9 @@ CLAIMS = {
 """Name -> (what measures it, iterations of a run)."""
 
 
-def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """The rows as a table."""
-    keys = [key for key in dict.fromkeys(key for row in rows for key in row) if key != "curves"]
-    table = Table(*keys, title=title)
-    for row in rows:
-        cells = [row.get(key, "") for key in keys]
-        table.add_row(*(f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in cells))
-    Console(width=160).print(table)
-
-
 def main() -> None:
     """Measure one claim."""
-    parser = argparse.ArgumentParser(description="Measure a claim on the packaged language model.")
+    parser = argument_parser(__doc__)
     parser.add_argument("claim", choices=list(CLAIMS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--iterations", type=int, default=None, help="of each run")
@@ -581,7 +572,8 @@ def main() -> None:
     iterations = options.iterations or usual
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(options.runs or Path(folder), iterations, options.seeds)
-    show(f"{options.claim}: {iterations} iterations, seeds {options.seeds}", rows)
+    shown = [{key: value for key, value in row.items() if key != "curves"} for row in rows]
+    print_table(f"{options.claim}: {iterations} iterations, seeds {options.seeds}", shown)
     if options.output is not None:
         options.output.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 

@@ -16,7 +16,6 @@ VmHWM above what was resident once the model was loaded. Linux only.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -27,9 +26,11 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from tests.support.benchmarks import ROOT, argument_parser, ask_child
+
 EMBEDDED = ROOT / "assets" / "tasks-qwen3"
 NAMES = ("visalign", "TRL")
 Rows = Sequence[Mapping[str, float]]
@@ -66,15 +67,6 @@ def start(options: argparse.Namespace, side: str, model: Path) -> subprocess.Pop
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
 
-def ask(process: subprocess.Popen[str], *, go: bool) -> dict[str, Any]:
-    assert process.stdin is not None and process.stdout is not None
-    if go:
-        process.stdin.write("\n")
-        process.stdin.flush()
-    line = process.stdout.readline()
-    return json.loads(line) if line else {"error": "the process ended; see above"}
-
-
 def measure(options: argparse.Namespace, model: Path) -> dict[str, Rows]:
     """The rows of each side's steps after the first ones."""
     rows: dict[str, list[dict[str, float]]] = {}
@@ -82,7 +74,7 @@ def measure(options: argparse.Namespace, model: Path) -> dict[str, Rows]:
     with ExitStack() as stack:
         for side in NAMES:
             process = stack.enter_context(start(options, side, model))
-            answer = ask(process, go=False)
+            answer = ask_child(process, go=False)
             if "error" in answer:
                 print(f"left out: {side}: {answer['error']}")
             else:
@@ -91,7 +83,7 @@ def measure(options: argparse.Namespace, model: Path) -> dict[str, Rows]:
             raise SystemExit("The two sides encode the prompts differently, so nothing can be compared.")
         for number in range(options.warmup + options.rounds):
             for side, process in running.items():
-                row = ask(process, go=True)
+                row = ask_child(process, go=True)
                 print(f"{number} {side}: {row}", file=sys.stderr)
                 if "error" in row:
                     raise SystemExit(f"{side} failed in step {number}: {row['error']}")
@@ -154,8 +146,7 @@ def verdict(by_side: Mapping[str, Rows]) -> bool:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = argument_parser(__doc__)
     parser.add_argument("--prompts", type=int, default=16, help="P, prompts per step (default 16)")
     parser.add_argument("--group", type=int, default=8, help="G, completions per prompt (default 8)")
     parser.add_argument("--max-new-tokens", type=int, default=96, help="tokens of a completion at most")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import re
 import sys
 import tempfile
 import time
@@ -24,6 +23,7 @@ import transformers
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
+from tests.support.benchmarks import process_memory
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.data.text_tasks.tasks import text_tasks
 from visalign.interfaces import Scores
@@ -69,7 +69,7 @@ class Meter:
     def loaded(self) -> None:
         """The model is there: what comes on top of this is the trainer's."""
         Path("/proc/self/clear_refs").write_text("5")
-        self._baseline = _status("VmRSS")
+        self._baseline = process_memory("VmRSS")
 
     def ready(self, prompts: Sequence[Sequence[int]]) -> None:
         """The trainer is there; `prompts` are the token ids of all steps."""
@@ -87,14 +87,7 @@ class Meter:
         """Stop the clocks and send what they say."""
         wall, cpu = time.perf_counter() - self._wall, time.process_time() - self._cpu
         measures = {"seconds": wall, "cpu": cpu, "generation": self.generation, "tokens": self.tokens}
-        self.say({**measures, "memory": _status("VmHWM") - self._baseline, **more})
-
-
-def _status(name: str) -> float:
-    """Bytes: `VmRSS` now or `VmHWM` at the peak (what ru_maxrss gives, but it can be reset)."""
-    match = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert match is not None
-    return int(match[1]) * 1024
+        self.say({**measures, "memory": process_memory("VmHWM") - self._baseline, **more})
 
 
 def records_in_order(options: argparse.Namespace) -> tuple[Records, list[int]]:
