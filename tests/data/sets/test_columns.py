@@ -13,7 +13,6 @@ from visalign.data.sets.columns import Columns, parse_map, read_table
 from visalign.data.sets.prompt_files import load_prompts
 from visalign.data.sets.records import PreferenceSet, QualitySet
 from visalign.data.sets.sources import from_dataframe, join_scores, load_preferences, load_quality, load_source
-from visalign.data.sets.tables import read_rows
 from visalign.errors import UserError
 from visalign.pipelines.score.parts import Part, ScoringOptions, read_part
 from visalign.pipelines.score.score import ScoreRow, encode_rows
@@ -49,12 +48,6 @@ def test_a_wrong_map_is_said(tmp_path: Path) -> None:
         parse_map(["mos"])
     with pytest.raises(UserError, match="has its own layout"):
         load_source("shapes:pairs", columns=Columns(names={"mos": "x"}))
-
-
-@pytest.mark.parametrize("sign", [";", "\t", "|"])
-def test_other_separators_are_seen(tmp_path: Path, sign: str) -> None:
-    (tmp_path / "a.csv").write_text(f"image{sign}mos\na, b.png{sign}1\n")
-    assert [row for _, row in read_rows(tmp_path / "a.csv")] == [{"image": "a, b.png", "mos": "1"}]
 
 
 def test_another_separator_is_said_to_be_none(tmp_path: Path) -> None:
@@ -136,6 +129,8 @@ def test_columns_of_texts_under_other_names_are_no_empty_completions(tmp_path: P
         {"text://good", "text://bad"},
         {"text://fine", "text://"},
     ]
+    (tmp_path / "c.csv").write_text("prompt,completion\np,yes\nq,\n")
+    assert [row["image"] for _, row in read_table(tmp_path / "c.csv", {})] == ["text://yes", "text://"]
     (tmp_path / "i.csv").write_text("image,mos,chosen\na.png,1,\nb.png,2,x\n")
     assert load_quality(tmp_path / "i.csv").records[0].extra == {}
 
@@ -167,11 +162,6 @@ def test_scores_of_texts_are_joined_by_text_alone(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="r for 1"):
         joined = join_scores(load_quality(tmp_path / "set.jsonl"), tmp_path / "scores.jsonl")
     assert isinstance(joined, QualitySet) and [r.extra.get("r") for r in joined.records] == [5, None, None]
-
-
-def test_an_empty_completion_of_a_csv_is_a_completion(tmp_path: Path) -> None:
-    (tmp_path / "c.csv").write_text("prompt,completion\np,yes\nq,\n")
-    assert [row["image"] for _, row in read_table(tmp_path / "c.csv", {})] == ["text://yes", "text://"]
 
 
 def test_scores_of_chosen_and_rejected_follow_their_sides(tmp_path: Path) -> None:

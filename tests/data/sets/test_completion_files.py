@@ -27,41 +27,15 @@ PAIR = {"prompt": "p", "chosen": "good", "rejected": "bad"}
 VOTE = {"prompt": "p", "completion": "good", "label": True}
 
 
-def test_pairs_are_read_with_conversations(tmp_path):
-    """TRL's conversational layout: a list of messages, and completions of one message."""
-    messages = [{"role": "user", "content": "hello?"}]
-    texts = {"chosen": "Hi.", "rejected": "No."}
-    talk = {n: [{"role": "assistant", "content": text}] for n, text in texts.items()}
-    pairs = load_pairs(_file(tmp_path, {**PAIR, "more": 1}, {"prompt": messages, **talk}))
-    assert pairs.records == [{**PAIR, "more": 1}, {"prompt": messages, **texts}] and not pairs.left_out
-
-
-def test_the_text_that_two_completions_begin_with_is_their_prompt(tmp_path):
-    path = _file(tmp_path, {"chosen": "The sky is blue.", "rejected": "The sky is green."})
-    assert load_pairs(path).records == [{"prompt": "The sky is", "chosen": " blue.", "rejected": " green."}]
-    with pytest.raises(UserError, match="lacks the column 'prompt'"):
-        load_pairs(_file(tmp_path, {"chosen": "yes", "rejected": "no"}))
-
-
 def test_answers_of_transcripts_keep_the_words_that_both_begin_with(tmp_path):
     prompt = "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: Which pet?\n\nAssistant:"
     answers = {"chosen": " I like cats.", "rejected": " I like catfish."}
     path = _file(tmp_path, {name: prompt + text for name, text in answers.items()})
-    assert load_pairs(path).records == [{"prompt": prompt, **answers}]
     assert load_votes(path).records == [
         {"prompt": prompt, "completion": answers[name], "label": name == "chosen"} for name in answers
     ]
-    shorter = {"chosen": f"{prompt} I like cats.", "rejected": f"{prompt} I like"}
-    assert load_pairs(_file(tmp_path, shorter)).records[0]["rejected"] == " I like"
     asked = {"prompt": prompt.removesuffix("\n\nAssistant:"), **answers}
     assert load_pairs(_file(tmp_path, asked)).records == [asked]
-
-
-def test_a_word_that_two_texts_share_in_part_is_no_prompt(tmp_path):
-    path = _file(tmp_path, {"chosen": "A pet: Cat.", "rejected": "A pet: Catfish."})
-    assert load_pairs(path).records == [{"prompt": "A pet:", "chosen": " Cat.", "rejected": " Catfish."}]
-    with pytest.raises(UserError, match="lacks the column 'prompt'"):
-        load_pairs(_file(tmp_path, {"chosen": "Cat.", "rejected": "Catfish."}))
 
 
 def test_the_best_and_the_worst_of_judged_completions_become_a_pair(tmp_path):
@@ -110,6 +84,7 @@ def test_equal_completions_are_refused_or_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("load", "row", "message"),
     [
+        (load_pairs, {"chosen": "Cat.", "rejected": "Catfish."}, "lacks the column 'prompt'"),
         (load_pairs, {"prompt": "p", "chosen": "a", "rejcted": "b"}, "lacks the column 'rejected'.*'rejcted'"),
         (load_votes, {**VOTE, "label": "maybe"}, "Row 1 of .*: label 'maybe' is neither true"),
         (

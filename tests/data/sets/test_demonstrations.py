@@ -22,21 +22,15 @@ def test_a_prompt_may_have_several_completions_and_texts_stay_as_they_are(tmp_pa
     assert load_demonstrations(file) == records
 
 
-def test_the_field_of_the_completion(tmp_path):
-    file = tmp_path / "a.jsonl"
-    both = {"prompt": "p", "completion": "c", "solution": "s", "best": "b"}
-    file.write_text(json.dumps(both) + "\n" + json.dumps({"prompt": "p", "solution": "s"}))
-    assert [r["completion"] for r in load_demonstrations(file)] == ["c", "s"]
-    file.write_text(json.dumps(both))
-    assert load_demonstrations(file, "best")[0]["completion"] == "b"
-
-
-def test_what_a_tool_wrote_of_the_completion_is_none_of_another_field(tmp_path):
-    file = tmp_path / "a.jsonl"
-    both = {"prompt": "p", "completion": "c", "tool_answers": [[0, 1]], "solution": "s"}
-    file.write_text(json.dumps(both))
-    assert load_demonstrations(file)[0]["tool_answers"] == [[0, 1]]
-    assert "tool_answers" not in load_demonstrations(file, "solution")[0]
+def test_the_field_of_the_completion_comes_with_what_a_tool_wrote_of_it(tmp_path):
+    file, spans = tmp_path / "a.jsonl", {"tool_answers": [[0, 1]]}
+    both = {"prompt": "p", "completion": "c", **spans, "solution": "s", "best": "b"}
+    file.write_text(json.dumps(both) + "\n" + json.dumps({"prompt": "p", "solution": "s", "best": "b"}))
+    assert [(r["completion"], r.get("tool_answers")) for r in load_demonstrations(file)] == [
+        ("c", [[0, 1]]),
+        ("s", None),
+    ]
+    assert [(r["completion"], "tool_answers" in r) for r in load_demonstrations(file, "best")] == [("b", False)] * 2
 
 
 @pytest.mark.parametrize(

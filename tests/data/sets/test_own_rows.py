@@ -101,8 +101,9 @@ def test_whole_conversations_are_prompts_whose_last_answer_is_the_reference(tmp_
 @pytest.mark.parametrize("prompt", [{}, {"prompt": "?"}, {"prompt": [ASKED]}])
 def test_pairs_as_trl_has_them(tmp_path, prompt):
     before = [] if isinstance(prompt.get("prompt"), list) else [ASKED]
-    path = write(tmp_path / "rows.jsonl", [{**prompt, "chosen": [*before, RIGHT], "rejected": [*before, WRONG]}])
-    assert load_pairs(path).records == [{"prompt": [ASKED], "chosen": "a", "rejected": "b"}]
+    row = {**prompt, "chosen": [*before, RIGHT], "rejected": [*before, WRONG], "more": 1}
+    path = write(tmp_path / "rows.jsonl", [row])
+    assert load_pairs(path).records == [{"prompt": [ASKED], "chosen": "a", "rejected": "b", "more": 1}]
     assert [vote["label"] for vote in load_votes(path).records] == [True, False]
 
 

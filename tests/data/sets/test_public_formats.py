@@ -64,11 +64,6 @@ def test_json_that_is_no_table_is_refused(tmp_path, content, counts):
         list(read_rows(save(tmp_path / "a.json", content)))
 
 
-def test_decimal_commas(tmp_path):
-    path = save(tmp_path / "a.csv", 'image;mos;prompt\na.png;3,5;"red, or 1,5"\n')
-    assert [row for _, row in read_rows(path)] == [{"image": "a.png", "mos": "3.5", "prompt": "red, or 1,5"}]
-
-
 def test_excel(tmp_path):
     pandas, _ = pytest.importorskip("pandas"), pytest.importorskip("openpyxl")
     pandas.DataFrame([{"image": "a.png", "mos": 3.5, "prompt": None}]).to_excel(tmp_path / "a.xlsx", index=False)
@@ -253,15 +248,9 @@ def test_tasks_without_annotations_are_refused(tmp_path):
         load_source(str(path))
 
 
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        (["a.png,ann,1", "a.png,ann,2"], "ann rated 'a.png' 1 in row 2 and 2 in row 3. Keep one"),
-    ],
-)
-def test_ratings_that_are_refused(tmp_path, lines, message):
-    path = save(tmp_path / "a.csv", "\n".join(["image,rater,score", *lines]))
-    with pytest.raises(UserError, match=message.replace("'a.png'", f"'{tmp_path}/a.png'")):
+def test_two_ratings_of_an_image_by_one_rater_are_refused(tmp_path):
+    path = save(tmp_path / "a.csv", "image,rater,score\na.png,ann,1\na.png,ann,2\n")
+    with pytest.raises(UserError, match=r"ann rated '.*/a.png' 1 in row 2 and 2 in row 3. Keep one"):
         load_source(str(path))
 
 

@@ -12,7 +12,7 @@ from visalign.data.sets.checks import check_preferences, check_quality
 from visalign.data.sets.image_references import CompletionText, missing_files, resolve_image
 from visalign.data.sets.records import PreferenceSet, QualitySet
 from visalign.data.sets.sources import load_source
-from visalign.data.sets.text_rows import refer_to_texts, split_pair, text_prompt, text_record
+from visalign.data.sets.text_rows import refer_to_texts, text_prompt, text_record
 
 
 @pytest.mark.parametrize(
@@ -44,14 +44,16 @@ def test_the_side_of_the_chosen_is_drawn_and_conversations_come_back():
     assert text_prompt('[{"a": 1}]') == '[{"a": 1}]' and text_prompt('[{"x') == '[{"x'
 
 
+ASKED = "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: Pet?\n\nAssistant:"
+
+
 @pytest.mark.parametrize(
     ("chosen", "rejected", "prompt"),
     [
-        (
-            "\n\nHuman: Pet?\n\nAssistant: I like cats",
-            "\n\nHuman: Pet?\n\nAssistant: I like",
-            "\n\nHuman: Pet?\n\nAssistant:",
-        ),
+        (f"{ASKED} I like cats", f"{ASKED} I like", ASKED),
+        (f"{ASKED} I like cats", f"{ASKED} I like catfish", ASKED),
+        (f"{ASKED} I like cats", ASKED, ASKED),
+        ("The sky is blue", "The sky is green", "The sky is"),
         ("Say it: catfish", "Say it: cattle", "Say it:"),
         ("Say it: no, never", "Say it: no", "Say it: no"),
     ],
@@ -62,11 +64,6 @@ def test_answers_of_texts_without_a_prompt_are_whole(chosen, rejected, prompt):
     texts = {f"text://{chosen.removeprefix(prompt)}", f"text://{rejected.removeprefix(prompt)}"}
     assert row["prompt"] == prompt and {row["image_left"], row["image_right"]} == texts
     assert row[f"image_{other}"] == f"text://{rejected.removeprefix(prompt)}"
-
-
-def test_a_whole_conversation_that_begins_the_other_leaves_an_empty_answer():
-    head = "\n\nHuman: q\n\nAssistant:"
-    assert split_pair({"chosen": f"{head} yes", "rejected": head})["rejected"] == ""
 
 
 def test_sets_of_texts_are_read_and_checked(tmp_path: Path):
