@@ -29,7 +29,7 @@ def listed_clips(name: str, images: Any) -> list[Any]:
     return list(images)
 
 
-def read_clip(where: str, clip: Any, choose: Callable[[int], Sequence[int] | str]) -> tuple[list[Tensor], str | None]:
+def read_clip(clip: Any, choose: Callable[[int], Sequence[int] | str]) -> tuple[list[Tensor], str | None]:
     """Read the frames of a clip that are judged, [3, H, W] float32 in [0, 1] each; or none of them, and why.
 
     They may together have as many pixels as one image. `choose` turns a number of frames into the numbers of those
@@ -41,7 +41,7 @@ def read_clip(where: str, clip: Any, choose: Callable[[int], Sequence[int] | str
         frames = clip if isinstance(clip, Sequence) and not isinstance(clip, str | bytes) else [clip]
     length = animation_length(clip)
     if len(frames) == 0:
-        raise ValueError(f"{where} is a clip of 0 frames; give at least one image.")
+        return [], "a clip of 0 frames; give at least one image"
     is_animated = length > 1
     chosen = choose(max(length, len(frames)))
     if isinstance(chosen, str):
@@ -66,5 +66,5 @@ def read_clip(where: str, clip: Any, choose: Callable[[int], Sequence[int] | str
     sizes = sorted({tuple(image.shape[1:]) for image in images})
     if len(sizes) > 1:
         listed = ", ".join(f"{height}×{width}" for height, width in sizes)
-        raise ValueError(f"{where} has frames of the sizes {listed}; the frames of a clip have one size.")
+        return [], f"it has frames of the sizes {listed}; the frames of a clip have one size"
     return images, None

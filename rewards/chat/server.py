@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args
 
 from visalign.remote import ServerConnection, ServerError
-from visalign.rewards.base.contract import RewardError, check_choices, check_counts
+from visalign.rewards.base.contract import RewardError, check_choices, check_counts, check_rules
 from visalign.rewards.base.failure import FailureAlarm
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.vlm.generation import check_drawing
@@ -67,6 +67,8 @@ class ChatServer:
     ) -> None:
         check_choices("ChatServer", dialect=(dialect, get_args(Dialect)))
         check_counts("ChatServer", parallel=parallel)
+        seconds = f"timeout is {timeout} and deadline {deadline}; allowed are seconds above 0"
+        check_rules("ChatServer", {seconds: timeout > 0 and deadline > 0})
         key = None if api_key_env is None else os.environ.get(api_key_env)
         if api_key_env is not None and not key:
             raise RewardError(f"api_key_env is {api_key_env!r}, and there is no such variable. Set it to the key.")

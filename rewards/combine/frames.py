@@ -70,7 +70,7 @@ class Frames:
         rows: list[int] = []
         reasons: list[str | None] = [None] * len(clips)
         for row, clip in enumerate(clips):
-            clip_frames, reasons[row] = read_clip(f"{self.name}: images[{row}]", clip, self._chosen)
+            clip_frames, reasons[row] = read_clip(clip, self._chosen)
             frames += clip_frames
             rows += [row] * len(clip_frames)
         if not rows:

@@ -187,7 +187,7 @@ class VideoAlign:
         queries: list[Query] = []
         for row, (clip, record) in enumerate(zip(clips, records, strict=True)):
             if reasons[row] is None:
-                frames, reasons[row] = self._read_clip(f"{self.name}: images[{row}]", clip, record or {})
+                frames, reasons[row] = self._read_clip(clip, record or {})
                 if frames is not None:
                     rows.append(row)
                     queries.append(Query(images=[frames], prompt=prompts[row]))
@@ -200,14 +200,14 @@ class VideoAlign:
         counts = scatter([len(query.images[0]) for query in queries], rows, size)
         return make_scores(value, reasons, self.unit, parts=parts | {"frames": counts})
 
-    def _read_clip(self, where: str, clip: Any, record: Mapping[str, Any]) -> tuple[Tensor | None, str | None]:
+    def _read_clip(self, clip: Any, record: Mapping[str, Any]) -> tuple[Tensor | None, str | None]:
         """Return the judged frames, uint8 [n, 3, h, w], resized as torchvision does; or the reason."""
         clip_fps = record.get("fps", self._clip_fps)
         if clip_fps is not None and not _is_rate(clip_fps):
             return None, f'"fps" of its record is {clip_fps!r}; allowed are numbers above 0'
         engine, _, config = self._loaded
         choose = partial(sample_frames, clip_fps=clip_fps, fps=config["fps"], frames=self._frames)
-        frames, reason = read_clip(where, clip, choose)
+        frames, reason = read_clip(clip, choose)
         if reason is not None:
             return None, reason
         levels = torch.stack(frames).mul(255).round()

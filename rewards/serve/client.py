@@ -90,6 +90,7 @@ class RemoteReward:
         is_header = token.isascii() and (token + "_").isprintable() and " " not in token  # httpx's error would show it
         rules = {
             f"url is {url!r}; give the address of a server, or a list of them": bool(urls),
+            f"timeout is {timeout} and pause {pause}; allowed are seconds above 0": (timeout or 1) > 0 < pause,
             "token holds characters that no HTTP header may hold, such as a line break or a space": is_header,
         }
         check_rules("remote", rules)
@@ -98,7 +99,10 @@ class RemoteReward:
         self._lock = threading.Lock()
         headers, clients = {"Authorization": f"Bearer {token}"} if token else {}, ExitStack()
         self._servers = [
-            _Server(clients.enter_context(httpx.Client(base_url=address, headers=headers, timeout=30.0)), address)
+            _Server(
+                clients.enter_context(httpx.Client(base_url=address, headers=headers, timeout=timeout or 30.0)),
+                address,
+            )
             for address in urls
         ]
         self._end = weakref.finalize(self, clients.close)

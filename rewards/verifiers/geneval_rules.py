@@ -116,7 +116,7 @@ def _clause_problem(clause: Any, number: int) -> str | None:
     if position is None:
         return None
     is_pair = isinstance(position, list | tuple) and len(position) == 2 and position[0] in RELATIONS
-    if not is_pair or position[1] not in range(number):
+    if not is_pair or type(position[1]) is not int or position[1] not in range(number):
         return f"has the position {excerpt(position)}; allowed is [{' | '.join(RELATIONS)}, an earlier clause]"
     return None
 

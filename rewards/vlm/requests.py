@@ -348,15 +348,16 @@ def askable_rows(template: Template, prompts: Sequence[str]) -> list[int]:
 
 def source_images(metadata: Sequence[Mapping[str, Any] | None], reasons: list[str | None]) -> dict[int, Tensor]:
     """Map each row to the (first) image under "source" in its record; rows without one get a reason."""
-    paths: dict[int, Any] = {}
+    images: dict[int, Tensor] = {}
     for row, record in enumerate(metadata):
-        if sources := listed_sources((record or {}).get("source")):
-            paths[row] = sources[0]
-        else:
+        if not (sources := listed_sources((record or {}).get("source"))):
             reasons[row] = reasons[row] or 'its record has no "source", the image that was edited'
-    batch = load_images(list(paths.values()))
-    images = {}
-    for row, image, reason in zip(paths, batch.images, batch.reasons, strict=True):
+            continue
+        try:
+            batch = load_images(sources[:1])
+            image, reason = batch.images[0], batch.reasons[0]
+        except (TypeError, ValueError) as error:  # of the record, which costs its row alone
+            image, reason = None, str(error)
         if image is None:
             reasons[row] = reasons[row] or f"the source image: {reason}"
         else:

@@ -46,11 +46,13 @@ def test_edit_score_is_the_root_of_the_smaller_numbers():
 
     with serving(answer) as stub:
         judge = EditScore(stub.url, "tiny", **QUICK)
-        scores = judge.score(bright(0.2, 0.4, 1), ["make it red"] * 3, [*SOURCES[:1], {}, *SOURCES[:1]])
+        records = [*SOURCES[:1], {}, *SOURCES[:1], {"source": 5}]
+        scores = judge.score(bright(0.2, 0.4, 1, 1), ["make it red"] * 4, records)
     assert scores.value[0] == pytest.approx(math.sqrt(4 * 6)), "√(min(20, 10) · min(22.5, 15)) / 2.5"
     parts = {key: float(values[0]) for key, values in scores.parts.items()}
     assert parts == {"prompt_following": 8, "consistency": 4, "perceptual_quality": 6}
-    assert scores.valid.tolist() == [True, False, False] and scores.reason is not None
+    assert scores.valid.tolist() == [True, False, False, False] and scores.reason is not None
+    assert "the source image: images[0] is a int" in str(scores.reason[3])
     assert 'no "source"' in str(scores.reason[1]) and "30 is outside [0, 25]" in str(scores.reason[2])
 
 

@@ -82,6 +82,11 @@ def test_frames_that_cannot_be_judged_cost_their_clip_alone(tmp_path: Path):
     assert scores.valid.tolist() == [True, False, True] and scores.reason is not None
     assert scores.reason[1] is not None and scores.reason[1].startswith("frame 0: no such image file")
     assert scores.parts["lowest"].isnan().tolist() == [False, True, False]
+    small, large = Image.new("RGB", (4, 6)), Image.new("RGB", (5, 6))
+    odd = Frames(Brightness()).score([[], torch.zeros(0, 3, 8, 8), [small, large], [small]], ["p"] * 4)
+    assert odd.valid.tolist() == [False, False, False, True] and odd.reason is not None
+    assert odd.reason[:2] == ["a clip of 0 frames; give at least one image"] * 2
+    assert "frames of the sizes 6×4, 6×5; the frames of a clip" in str(odd.reason[2])
     flaky = load_reward(f"{__file__}:dark_fails", unit="1")
     partly = Frames(flaky, 2).score([grey([0.9, 0.1]), grey([0.9])], ["p"] * 2)
     assert partly.valid.tolist() == [False, True] and partly.reason is not None
@@ -112,9 +117,6 @@ def test_clips_in_sums_and_caches(tmp_path: Path):
 @pytest.mark.parametrize(
     ("clips", "error", "message"),
     [
-        ([[]], ValueError, r"images\[0\] is a clip of 0 frames; give at least one image"),
-        ([torch.zeros(0, 3, 8, 8)], ValueError, "clip of 0 frames"),
-        ([[Image.new("RGB", (4, 6)), Image.new("RGB", (5, 6))]], ValueError, "sizes 6×4, 6×5; the frames"),
         ([torch.zeros(2, 3, 8, 8)] * 2, ValueError, "2 clips and 1 prompts; give one each"),
         (Image.new("RGB", (4, 4)), TypeError, "images is a Image; give a list of clips"),
         (torch.zeros(3, 8, 8), ValueError, r"shape \(3, 8, 8\); give \[B, F, 3, H, W\]"),

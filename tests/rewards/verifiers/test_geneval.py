@@ -91,6 +91,7 @@ def test_positions_hold_for_all_pairs_and_need_a_matched_target() -> None:
         ({"include": [CAT | {"color": "beige"}]}, "has the color 'beige'; allowed are red"),
         ({"include": [CAT | {"position": ["near", 0]}]}, "has the position ['near', 0]"),
         ({"include": [CAT | {"position": ["above", 0]}]}, "an earlier clause"),
+        ({"include": [CAT, CAT | {"position": ["above", 0.0]}]}, "an earlier clause"),
     ],
 )
 def test_records_that_cannot_be_read_are_named(record: Any, problem: str) -> None:
