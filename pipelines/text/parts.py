@@ -180,8 +180,6 @@ def _images(key: str, data: Any, seed: int) -> PreferenceSet | QualitySet:
             check_quality(images)
             return images
         check_preferences(images, judge_sees_sides=True)  # a question may name the left or the right image
-        if all(pair.label == 0.5 for pair in images.pairs):
-            raise UserError(f"'{source}' holds nothing but ties, of which nothing can be learnt.")
     return images
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, field, replace
 from pathlib import Path
@@ -258,7 +259,7 @@ def _select(
         "length_mean": sum(completions.tokens[i] for i in chosen) / len(chosen),
         "completions": length,
         "failed": int((~completions.scored).sum()),
-        "failure_reasons": selection.failure_reasons(completions),
+        "failure_reasons": dict(Counter(filter(None, completions.reason)).most_common(3)),
         "truncated": truncated,
         "accepted": int((selectable & (completions.reward >= rule.threshold)).sum()),
         "distributions": table("temperature", "top_p"),

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlowRL's balance and DRO: where they rest, gradients, masks.
+"""FlowRL's balance: where it rests, and whom its gradients reach.
 
 Values and gradients of the released codes stand in tests/golden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from visalign.core import aggregate, count_step, log_ratio
 from visalign.core.surrogates.balance import flow_balance
 from visalign.core.surrogates.ratios import ratio_level
 
-NAN = float("nan")
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}
 WEIGHT = torch.tensor([[1.0, 1, 1, 1], [0, 0, 1, 1], [1, 0, 1, 0]], **DOUBLE)
 
@@ -28,13 +26,6 @@ def draw(seed: int = 0) -> dict[str, Tensor]:
     new, change, drift = torch.randn(3, 3, 4, generator=generator, **DOUBLE)
     log_z, reward = torch.randn(2, 3, generator=generator, **DOUBLE)
     return {"new": new, "ref": new + drift, "old": new - 0.2 * change, "log_z": log_z, "reward": reward}
-
-
-def slope(loss: Callable[[Tensor], Tensor], leaf: Tensor) -> tuple[Tensor, Tensor]:
-    """(loss, ∂ Σ loss / ∂ leaf)."""
-    leaf = leaf.clone().requires_grad_()
-    value = loss(leaf)
-    return value.detach(), torch.autograd.grad(value.sum(), leaf)[0]
 
 
 @pytest.mark.parametrize("normalised", [True, False])

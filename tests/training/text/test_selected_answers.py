@@ -15,7 +15,6 @@ from visalign.training.text.sampling_grid import Completions, GridPoint, grid_po
 from visalign.training.text.selection import (
     accepted_completions,
     best_of_group,
-    failure_reasons,
     normalised_text,
     statistics,
     worth_learning,
@@ -159,4 +158,3 @@ def test_statistics_by_hand():
     assert best == pytest.approx({1: (0.625 + 1 / 3) / 2, 2: (5.5 / 6 + 2 / 3) / 2, 4: 1.0})
     bounds = [row["kl_bound"] for row in summary["best_of_n"].values()]
     assert bounds == pytest.approx([0.0, math.log(2) - 1 / 2, math.log(4) - 3 / 4])
-    assert failure_reasons(completions) == {"judge died": 1}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ class PromptBatch:
     @classmethod
     def build(
         cls,
+        policy: Any,
         prompts: Sequence[Prompt],
         encoded: EncodedPrompts,
         *,
@@ -42,10 +44,8 @@ class PromptBatch:
         group: Sequence[Hashable] | None = None,
         after: Sequence[Sequence[int]] | None = None,
         context: int | None,
-        max_prompt_tokens: int | None,
-        long_prompts: str,
     ) -> PromptBatch:
-        """Check that the arguments of `generate` fit together, and the lengths of the prompts."""
+        """Check that the arguments of `generate` fit together, and the prompts' lengths by the policy's rules."""
         if isinstance(prompts, str) or not prompts:
             raise UserError(f"prompts is {prompts!r}; give a list of at least one prompt, [text, …].")
         count = len(prompts) * num_generations
@@ -53,10 +53,10 @@ class PromptBatch:
         for name, (values, expected) in sized.items():
             if isinstance(values, Sequence) and len(values) != expected:
                 raise UserError(f"{name} has {len(values)} entries for {len(prompts)} prompts; give {expected}.")
-        limits = (max_prompt_tokens, None if context is None else context - 1)
+        limits = (policy.max_prompt_tokens, None if context is None else context - 1)
         longest = min((limit for limit in limits if limit is not None), default=None)
         long = [index for index, ids in enumerate(encoded.ids) if longest is not None and len(ids) > longest]
-        if long and long_prompts == "refuse":
+        if long and policy.long_prompts == "refuse":
             raise UserError(
                 f"Prompt {long[0]} has {len(encoded.ids[long[0]])} tokens, and at most {longest} are allowed with its "
                 f"images (the model's context is {context}); {len(long)} of {len(prompts)} have more. Shorten or drop "

@@ -164,22 +164,10 @@ class CausalLMPolicy:
             )
         return EncodedPrompts(self.prompts.encode(prompts))
 
-    def _batch(
-        self, prompts: Sequence[Prompt], images: Sequence[Sequence[Any]] | None = None, **options: Any
-    ) -> PromptBatch:
-        return PromptBatch.build(
-            prompts,
-            self._encode(prompts, images),
-            context=self.context_length,
-            max_prompt_tokens=self.max_prompt_tokens,
-            long_prompts=self.long_prompts,
-            **options,
-        )
-
     def check_prompts(self, prompts: Sequence[Prompt]) -> None:
         """Refuse prompts that cannot be completed before a run draws them; images are left to it."""
         if texts := [prompt for prompt in prompts if not image_parts(prompt)]:
-            self._batch(texts, seeds=0)
+            PromptBatch.build(self, texts, self.encode(texts), seeds=0, context=self.context_length)
 
     def generate(
         self,
@@ -203,7 +191,8 @@ class CausalLMPolicy:
         """
         sampling, stopping = sampling or Sampling(), stopping or StoppingCriteria()
         options: dict[str, Any] = {"num_generations": num_generations, "group": group, "after": after}
-        batch = self._batch(prompts, images, seeds=seeds, **options)
+        encoded, context = self._encode(prompts, images), self.context_length
+        batch = PromptBatch.build(self, prompts, encoded, seeds=seeds, context=context, **options)
         ends = end_tokens(self.model, self.prompts, stopping)
         pad, rooms = pad_id(self.tokenizer, ends), batch.rooms(stopping.max_new_tokens)
         strings = StopStrings(stopping.strings, lambda ids: decode(self.tokenizer, ids))

@@ -97,17 +97,8 @@ class ServerGenerator:
         encoded = policy.encode(prompts)
         if images is not None or encoded.images is not None:
             raise UserError("Generation by a server sends token ids and reads no images. Leave images out.")
-        batch = PromptBatch.build(
-            prompts,
-            encoded,
-            seeds=seeds,
-            num_generations=num_generations,
-            group=group,
-            after=after,
-            context=self._context_length,
-            max_prompt_tokens=policy.max_prompt_tokens,
-            long_prompts=policy.long_prompts,
-        )
+        options: dict[str, Any] = {"num_generations": num_generations, "group": group, "after": after}
+        batch = PromptBatch.build(policy, prompts, encoded, seeds=seeds, context=self._context_length, **options)
         ends = end_tokens(policy.model, policy.prompts, stopping)
         completions = self._complete(batch, sampling, stopping, ends)
         return assemble_rollout(batch, completions, self.tokenizer, sampling, pad_id(self.tokenizer, ends))

@@ -75,16 +75,16 @@ def ratio_level(log_ratio: Tensor, weight: Tensor, level: Level) -> Tensor:
     return torch.where(present, sequence, 0.0)
 
 
-def guard_log_ratio(noise: Tensor, mean: Tensor, mean_old: Tensor, *, batch_dims: int = 1) -> Tensor:
-    """Compute GRPO-Guard's log-ratio [*N], log r = mean_d(ε_d Δμ_d), with Δμ = μ − μ_old.
+def guard_log_ratio(noise: Tensor, mean: Tensor, mean_old: Tensor) -> Tensor:
+    """Compute GRPO-Guard's log-ratio [N], log r = mean_d(ε_d Δμ_d), with Δμ = μ − μ_old.
 
     It equals ((log p − log p_old) + mean(Δμ²)/(2 std²))·std per sample without the cancellation, and is
-    centered at 0 and free of the step's scale. `noise` is the ε of the rollout, or (x' − μ_old)/std; the
-    first `batch_dims` dimensions are N. Wang et al., GRPO-Guard, arXiv 2510.22319.
+    centered at 0 and free of the step's scale. `noise` is the ε of the rollout, or (x' − μ_old)/std. Wang et
+    al., GRPO-Guard, arXiv 2510.22319.
     """
     check_same(mean=mean, mean_old=mean_old, noise=noise)
     product = float32(noise).detach() * (float32(mean) - float32(mean_old).detach())
-    return reduce_event(product, batch_dims, "mean")
+    return reduce_event(product, 1, "mean")
 
 
 def guard_step_weight(dt: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ distinct completions leave free).
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -108,11 +107,6 @@ def _groups(group: Sequence[Hashable], eligible: Tensor) -> list[tuple[Hashable,
 
 def _generator(seed: int, rule: str, label: Hashable) -> np.random.Generator:
     return np.random.default_rng(sample_seed(seed, rule, str(label)))
-
-
-def failure_reasons(completions: Completions) -> dict[str, int]:
-    """Count the three commonest reasons of failed rewards."""
-    return dict(Counter(reason for reason in completions.reason if reason is not None).most_common(3))
 
 
 def statistics(completions: Completions, selectable: Tensor, *, threshold: float) -> dict[str, Any]:
