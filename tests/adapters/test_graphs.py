@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.support.models.pipelines import tiny_pipeline
+from tests.support.models.pipelines import tiny_pipeline, tiny_policy
 from visalign.adapters import LoraSettings, graphs
 from visalign.adapters.graphs import EAGER_PASSES, GRAPHS, CapturedPasses
 from visalign.adapters.pipeline.policy import PipelinePolicy
@@ -58,8 +58,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
 
 
 def policy_of(name: str = "flux", *, captured: bool = True, lora: LoraSettings | None = LORA) -> PipelinePolicy:
-    pipe, more = tiny_pipeline(name)
-    policy = PipelinePolicy(pipe, lora=lora, **more)
+    policy = tiny_policy(name, lora=lora)
     generator = torch.Generator().manual_seed(1)
     for key, weight in policy.trainable_parameters():
         if "lora_B" in key:  # adapters that have learnt something

@@ -11,16 +11,10 @@ import torch
 from diffusers.models.attention_dispatch import _AttentionBackendRegistry
 from torch import nn
 
-from tests.support.models.pipelines import tiny_pipeline
-from visalign.adapters import LoraSettings
+from tests.support.models.pipelines import tiny_policy
 from visalign.adapters.pipeline.policy import PipelinePolicy
 from visalign.adapters.speed import speed_up
 from visalign.errors import UserError
-
-
-def policy_of(name: str) -> PipelinePolicy:
-    pipe, more = tiny_pipeline(name)
-    return PipelinePolicy(pipe, lora=LoraSettings(rank=2, alpha=4), **more)
 
 
 def asked(policy: PipelinePolicy) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,7 +50,7 @@ def compiled_graphs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 )
 def test_it_is_the_same_function(name: str, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
     compiled = compiled_graphs(monkeypatch)
-    policy = policy_of(name)
+    policy = tiny_policy(name)
     height, width = policy.decode(torch.zeros(1, *policy.latent_shape)).shape[-2:]
     sizes = [(height, width), (height, 2 * width)]
     graphs: list[int] = []
@@ -84,7 +78,7 @@ def test_it_is_the_same_function(name: str, how: dict[str, Any], monkeypatch: py
 @pytest.mark.filterwarnings("default:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("name", ["flux", "sd15"])
 def test_rollout_and_replay_run_one_graph_of_compiled_blocks(name: str, monkeypatch: pytest.MonkeyPatch):
-    policy = policy_of(name)
+    policy = tiny_policy(name)
     policy.guidance = 3.0  # with a half that has no gradient
     graphs = compiled_graphs(monkeypatch)
     speed_up(policy.module, compiled=True)
@@ -107,7 +101,7 @@ def test_rollout_and_replay_run_one_graph_of_compiled_blocks(name: str, monkeypa
 
 @pytest.mark.filterwarnings("default:The .grad attribute of a Tensor")
 def test_activations_of_a_sampling_pass_are_freed_block_by_block(monkeypatch: pytest.MonkeyPatch):
-    policy = policy_of("flux")
+    policy = tiny_policy("flux")
     compiled_graphs(monkeypatch)
     speed_up(policy.module, compiled=True)
     outputs: list[torch.Tensor] = []
@@ -128,7 +122,7 @@ def test_a_block_that_cannot_be_compiled_runs_eagerly_with_a_warning(monkeypatch
     def no_backend(graph: Any, _: Any) -> Any:
         raise RuntimeError("no compiler here")
 
-    policy = policy_of("flux")
+    policy = tiny_policy("flux")
     expected = asked(policy)[0]
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend=no_backend))
     speed_up(policy.module, compiled=True)
@@ -137,13 +131,13 @@ def test_a_block_that_cannot_be_compiled_runs_eagerly_with_a_warning(monkeypatch
 
 
 def test_small_networks_and_those_on_a_cpu_are_not_compiled_by_default():
-    policy = policy_of("flux")
+    policy = tiny_policy("flux")
     speed_up(policy.module, compiled=None)
     assert all(part._compiled_call_impl is None for part in policy.module.modules())
 
 
 def test_what_it_cannot_do_is_refused():
-    sd15, flux = policy_of("sd15").module, policy_of("flux").module
+    sd15, flux = tiny_policy("sd15").module, tiny_policy("flux").module
     with pytest.raises(UserError, match=r"'native', but no layer of this UNet2DConditionModel"):
         speed_up(sd15, attention="native")
     with pytest.raises(UserError, match=r"model\.attention is 'fastest': .* must be one of the following"):

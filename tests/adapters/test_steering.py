@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.support.flow_policies import GaussianPolicy, Shift
-from tests.support.models.pipelines import tiny_pipeline, tiny_prompts
-from visalign.adapters import LoraSettings, PipelinePolicy, SteeringCallback
+from tests.support.models.pipelines import tiny_pipeline, tiny_policy, tiny_prompts
+from visalign.adapters import SteeringCallback
 from visalign.errors import UserError
 from visalign.flow.parametrization import preserving_scale
 
@@ -157,9 +157,13 @@ FAMILIES = ("sd15", "qwen_image", "wan")  # of noise, packed, a video
 @pytest.mark.parametrize("name", FAMILIES)
 def test_it_decodes_as_the_family_does_and_leaves_the_pipeline_alone(name):
     """The reward sees the images of the policy, whose velocity is computed the other way."""
+
+    def change(pipe: Any) -> None:
+        if name == "wan":  # its own solver takes several steps into account
+            pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+
     pipe, options = tiny_pipeline(name)
-    if name == "wan":  # its own solver takes several steps into account
-        pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+    change(pipe)
     scheduler, encode = pipe.scheduler, pipe.encode_prompt
     weights = {n: p.clone() for n, p in pipe.components[_network(pipe)].named_parameters()}
     batches: list[torch.Tensor] = []
@@ -177,10 +181,7 @@ def test_it_decodes_as_the_family_does_and_leaves_the_pipeline_alone(name):
         call["height"], call["width"] = options["image_size"]
     if "num_frames" in options:
         call["num_frames"] = options["num_frames"]
-    policy_pipe, _ = tiny_pipeline(name)
-    if name == "wan":
-        policy_pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
-    policy = PipelinePolicy(policy_pipe, **{**options, "lora": LoraSettings(rank=2)})
+    policy = tiny_policy(name, change)
     latents = torch.randn(4, *policy.latent_shape, generator=torch.Generator().manual_seed(5))
     condition = policy.encode(tiny_prompts(name, ["a red circle"] * 2 + ["two blue squares!"] * 2))
     call |= {**policy._call.fixed, **policy._call.inputs(condition.rows(), guided=policy.guided)}

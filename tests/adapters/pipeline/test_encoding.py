@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.models.pipelines import tiny_pipeline
+from tests.support.models.pipelines import tiny_policy
 from tests.support.models.sd3 import tiny_sd3_pipeline
 from visalign.adapters import LoraSettings, SD3Policy
 from visalign.adapters.pipeline.encoding import ImageEncoder, fitted
@@ -26,9 +26,8 @@ LORA = LoraSettings(rank=2, alpha=4)
 
 
 def _policy(name: str, **changes: Any) -> PipelinePolicy:
-    pipe, options = tiny_pipeline(name)
     frames = {} if FAMILIES[name].frames is None else {"num_frames": 1}
-    return PipelinePolicy(pipe, **{"lora": LORA, **options, **frames, **changes})
+    return tiny_policy(name, **{**frames, **changes})
 
 
 def _given(policy: Any, latents: Tensor) -> Tensor:
@@ -68,16 +67,17 @@ def test_the_decoder_is_given_what_the_encoder_made(name: str):
 @pytest.mark.parametrize("name", ["sd15", "wan"])
 def test_in_16_bits_the_latents_are_those_of_float32(name: str):
     """Of the rounded weights: what the autoencoder makes is computed in float32 and rounded once."""
-    half, single = (tiny_pipeline(name)[0] for _ in "ab")
-    for part in half.components.values():
-        if isinstance(part, torch.nn.Module):
-            part.to(torch.bfloat16)
-    single.vae.to(torch.bfloat16).float()
-    options = {**tiny_pipeline(name)[1], **({} if FAMILIES[name].frames is None else {"num_frames": 1})}
-    policy, other = (PipelinePolicy(pipe, lora=LORA, **options) for pipe in (half, single))
+
+    def halve(pipe: Any) -> None:
+        for part in pipe.components.values():
+            if isinstance(part, torch.nn.Module):
+                part.to(torch.bfloat16)
+
+    policy = _policy(name, change=halve)
+    other = _policy(name, change=lambda pipe: pipe.vae.to(torch.bfloat16).float())
     image = torch.rand(3, *policy._encoder.size, generator=torch.Generator().manual_seed(0))
     latents, expected = policy.encode_images([image]), other.encode_images([image])
-    assert latents.dtype == torch.bfloat16 and half.vae.dtype == torch.bfloat16
+    assert latents.dtype == torch.bfloat16 and policy.pipe.vae.dtype == torch.bfloat16
     torch.testing.assert_close(latents, expected.bfloat16(), atol=1e-6, rtol=2**-7)
 
 

@@ -18,7 +18,7 @@ from peft import PeftModel
 from PIL import Image
 
 from tests.support.models.modular import own_modular_run
-from tests.support.models.pipelines import random_rows, tiny_pipeline, tiny_prompts, trained_weights
+from tests.support.models.pipelines import random_rows, tiny_pipeline, tiny_policy, tiny_prompts, trained_weights
 from tests.support.ratio import ratio_check
 from visalign.adapters import LoraSettings, check_adapter
 from visalign.adapters.pipeline.families import FAMILIES
@@ -50,11 +50,6 @@ ROUNDED |= {name: 3e-6 for name, family in FAMILIES.items() if family.modular}
 of value 0 rounds differently. Edits, and prompts of modular pipelines, are compared one by one. All others are
 equal to the last bit where the processor's kernels round alike, and to EXACT everywhere."""
 EXACT = 1e-6
-
-
-def policy_of(name: str, **changes: Any) -> PipelinePolicy:
-    pipe, options = tiny_pipeline(name)
-    return PipelinePolicy(pipe, **{"lora": LoraSettings(rank=2, alpha=4), **options, **changes})
 
 
 def own_images(
@@ -96,7 +91,7 @@ def own_images(
 
 @pytest.mark.parametrize("name", ["sd15", "qwen_image", "flux3"])
 def test_without_guidance_the_network_is_asked_once(name):
-    policy = policy_of(name, guidance=None)
+    policy = tiny_policy(name, guidance=None)
     assert not policy.guided
     noise = torch.randn(3, *policy.latent_shape, generator=torch.Generator().manual_seed(5))
     before = policy.forward_count.forward
@@ -109,7 +104,7 @@ def test_without_guidance_the_network_is_asked_once(name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_images_are_the_pipelines_own(name):
-    policy = policy_of(name)
+    policy = tiny_policy(name)
     policy._halves.apart = False  # one batch of both halves, as the pipeline has it: to the last bit
     noise = torch.randn(3, *policy.latent_shape, generator=torch.Generator().manual_seed(5))
     sigmas = policy.sigmas(STEPS)
@@ -132,7 +127,7 @@ def test_images_are_the_pipelines_own(name):
 @pytest.mark.parametrize("name", ["flux2_klein"])
 def test_an_edit_of_several_images_is_the_pipelines_own(name):
     """Samples of one source stand in one call, and each image is encoded once."""
-    policy, sides = policy_of(name), ((64, 64), (96, 64), (64, 128))
+    policy, sides = tiny_policy(name), ((64, 64), (96, 64), (64, 128))
     cup, table, wall = (read_pixels(random_rows(3, *side, text=str(side)).sigmoid(), "it") for side in sides)
     images = [Image.fromarray(pixels.permute(1, 2, 0).numpy()) for pixels in (cup, table, wall)]
     lists = [images[:2], images[::-1], images[:2]]
@@ -166,12 +161,12 @@ def test_several_images_for_a_pipeline_that_edits_one_are_refused():
     image = torch.zeros(3, 16, 8)
     match = r"has 2 images, and FluxKontextPipeline edits one\."
     with pytest.raises(UserError, match=match):
-        policy_of("flux_kontext").encode([{"prompt": "a", "source": [image, image]}])
+        tiny_policy("flux_kontext").encode([{"prompt": "a", "source": [image, image]}])
 
 
 def test_a_velocity_is_silent():
     """Qwen-Image's pipeline warns of the mask that its own encoder left out, at every call."""
-    policy, handler = policy_of("qwen_image"), logging.handlers.BufferingHandler(100)
+    policy, handler = tiny_policy("qwen_image"), logging.handlers.BufferingHandler(100)
     condition = policy.encode(PROMPTS[:1])
     logger = logging.getLogger("diffusers")
     logger.addHandler(handler)
@@ -187,7 +182,7 @@ def test_a_velocity_is_silent():
 @pytest.mark.parametrize("name", ["sd15", "flux3"])
 def test_a_velocity_walks_through_no_model(name, monkeypatch):
     """diffusers looks for hooks in every module, five to ten times a call, and longer in larger models."""
-    policy, walked = policy_of(name), []
+    policy, walked = tiny_policy(name), []
     own, kinds = torch.nn.Module.named_modules, [type(part) for part in (policy.pipe, policy.module)]
     x, sigma = torch.randn(1, *policy.latent_shape), torch.full((1,), 0.5)
     condition = policy.encode(tiny_prompts(name, PROMPTS[:1]))
@@ -206,7 +201,7 @@ def test_a_velocity_walks_through_no_model(name, monkeypatch):
 
 
 def test_answers_are_asked_for_again_when_weights_change():
-    policy = policy_of("sd15")
+    policy = tiny_policy("sd15")
     x, sigma = torch.randn(1, *policy.latent_shape), torch.full((1,), 0.5)
     condition = policy.encode(PROMPTS[:1])
     policy.velocity(x, sigma, condition)
@@ -223,7 +218,7 @@ ONE_OF_EACH_KIND = "sd3 sd15 flux flux2_klein flux3 qwen_image kandinsky5 wan".s
 
 @pytest.mark.parametrize("name", ONE_OF_EACH_KIND)
 def test_a_replay_finds_the_rollout(name):
-    policy = policy_of(name)
+    policy = tiny_policy(name)
     condition = policy.encode(tiny_prompts(name, PROMPTS))
     before = copy.copy(policy.forward_count)
     trajectory = rollout(policy, condition, sigmas=policy.sigmas(STEPS), sde_steps=[0, 1], seeds=[1, 2, 3])
@@ -234,7 +229,7 @@ def test_a_replay_finds_the_rollout(name):
 
 @pytest.mark.parametrize("name", [*ONE_OF_EACH_KIND, "flux_kontext", "qwen_image_21"])
 def test_the_contract(name, tmp_path):
-    policy = policy_of(name)
+    policy = tiny_policy(name)
     assert len(check_adapter(policy, prompts=tiny_prompts(name, CHECKED))) == 13
     trained = [n for n, p in policy.module.named_parameters() if p.requires_grad]
     assert trained and all("lora_" in n for n in trained)
@@ -246,7 +241,7 @@ def test_the_contract(name, tmp_path):
     condition = policy.encode(tiny_prompts(name, PROMPTS[:2]))
     with torch.no_grad():
         expected = policy.velocity(x, sigma, condition)
-    other = policy_of(name, lora_path=tmp_path)
+    other = tiny_policy(name, lora_path=tmp_path)
     assert other.lora is not None
     assert other.lora == LoraSettings(rank=2, alpha=4, target_modules=other.lora.target_modules)
     with torch.no_grad():
@@ -268,12 +263,12 @@ def test_the_contract(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["sd15", "flux", "kandinsky5_image", "wan", "flux3"])
 def test_another_size_is_as_if_built_with_it(name):
-    policy = policy_of(name)
+    policy = tiny_policy(name)
     own, latent_shape = policy.image_size, policy.latent_shape
     height, width = (policy._call.fixed[side] for side in ("height", "width"))
     resolutions = [(h, w) for w, h in getattr(policy.pipe, "resolutions", None) or ()]
     size = next((resolution for resolution in resolutions if resolution != (height, width)), (height, 2 * width))
-    new = policy_of(name, image_size=size)
+    new = tiny_policy(name, image_size=size)
 
     def said(policy: PipelinePolicy) -> list[torch.Tensor]:
         x = torch.randn(3, *policy.latent_shape, generator=torch.Generator().manual_seed(5))
@@ -302,7 +297,5 @@ def test_another_size_is_as_if_built_with_it(name):
 
 
 def test_a_size_beyond_the_rotary_table_of_wan_is_refused() -> None:
-    pipe, options = tiny_pipeline("wan")
-    too_large: dict[str, Any] = {**options, "image_size": (16, 1024)}
     with pytest.raises(UserError, match=r"image_size is 16 x 1024 pixels, and the rotary table .* ends at 512 a side"):
-        PipelinePolicy(pipe, **too_large)
+        tiny_policy("wan", image_size=(16, 1024))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline
 
-from tests.support.models.pipelines import tiny_folder, tiny_pipeline
+from tests.support.models.pipelines import tiny_folder, tiny_policy
 from visalign.adapters import LoraSettings, PipelinePolicy, load_policy
 from visalign.adapters.pipeline.condition import image_of
 from visalign.errors import UserError
@@ -51,14 +51,11 @@ def test_prompts_make_the_pipelines_images(folders, name):
 
 @pytest.mark.parametrize("name", ["sd15", "qwen_image"])
 def test_a_scale_that_is_set_later(name):
-    pipe, options = tiny_pipeline(name)
-    usual = PipelinePolicy(pipe, lora=LoraSettings(rank=2), **options)
-    pipe, _ = tiny_pipeline(name)
-    later = PipelinePolicy(pipe, lora=LoraSettings(rank=2), **{**options, "guidance": None})
+    usual, later = tiny_policy(name), tiny_policy(name, guidance=None)
     x, sigma = torch.randn(1, *later.latent_shape), torch.tensor([0.5])
     with torch.no_grad():
         plain = later.velocity(x, sigma, later.encode(PROMPTS[:1]))
-        later.guidance = options["guidance"]
+        later.guidance = usual.guidance
         guided = later.velocity(x, sigma, later.encode(PROMPTS[:1]))
         assert torch.equal(guided, usual.velocity(x, sigma, usual.encode(PROMPTS[:1])))
     assert not torch.allclose(guided, plain, atol=1e-4)
@@ -66,8 +63,7 @@ def test_a_scale_that_is_set_later(name):
 
 def test_times_of_a_shift_that_the_noise_levels_do_not_share():
     """CogView4: σ = μ / (μ + 1/u − 1), t = 1000 u."""
-    pipe, options = tiny_pipeline("cogview4")
-    policy = PipelinePolicy(pipe, lora=LoraSettings(rank=2), **options)
+    policy = tiny_policy("cogview4")
     sigmas, mu = policy.sigmas(4, timestep_schedule="plain"), policy._call.scheduler.mu
     assert mu is not None
     u = torch.tensor([1.0, 0.75, 0.5, 0.25])
@@ -76,10 +72,12 @@ def test_times_of_a_shift_that_the_noise_levels_do_not_share():
 
 
 def test_times_that_are_laid_on_tokens_go_one_by_one():
-    pipe, options = tiny_pipeline("wan")
-    pipe.register_to_config(expand_timesteps=True, boundary_ratio=None)
-    pipe.transformer_2 = None
-    policy = PipelinePolicy(pipe, lora=LoraSettings(rank=2), **options)
+
+    def change(pipe: Any) -> None:
+        pipe.register_to_config(expand_timesteps=True, boundary_ratio=None)
+        pipe.transformer_2 = None
+
+    policy = tiny_policy("wan", change)
     x, sigma = torch.randn(3, *policy.latent_shape), torch.tensor([0.9, 0.5, 0.2])
     condition = policy.encode([*PROMPTS, PROMPTS[0]])
     with torch.no_grad():
@@ -136,18 +134,15 @@ def test_the_whole_network_in_16_bits(folders, tmp_path):
     ],
 )
 def test_refusals(name, options, message):
-    pipe, usual = tiny_pipeline(name)
     with pytest.raises(UserError, match=message):
-        PipelinePolicy(pipe, **{**usual, "lora": LoraSettings(rank=2), **options})
+        tiny_policy(name, **options)
 
 
 def test_refusals_of_what_is_given(folders, tmp_path):
     with pytest.raises(UserError, match=r"is a DDPMPipeline, which is of no family that is known: .*flux"):
         PipelinePolicy(type("DDPMPipeline", (), {"scheduler": None})())
-    pipe, options = tiny_pipeline("sd15")
-    pipe.scheduler = type("Odd", (), {"config": {}})()
     with pytest.raises(UserError, match=r"samples with Odd, neither a flow nor a noise schedule"):
-        PipelinePolicy(pipe, lora=LoraSettings(rank=2), **options)
+        tiny_policy("sd15", lambda pipe: setattr(pipe, "scheduler", type("Odd", (), {"config": {}})()))
     policy = PipelinePolicy.from_pretrained(folders["sd15"], lora=LoraSettings(rank=2))
     shutil.copytree(folders["sd15"] / "unet", tmp_path / "unet")
     (tmp_path / "model_index.json").write_bytes((folders["sd15"] / "model_index.json").read_bytes())
@@ -162,26 +157,23 @@ def test_refusals_of_what_is_given(folders, tmp_path):
         PipelinePolicy.from_pretrained(folders["flux"], lora_path=tmp_path / "lora")
 
 
-def _other_flux(**config):
-    pipe, options = tiny_pipeline("flux")
-    pipe.transformer = type(pipe.transformer).from_config({**pipe.transformer.config, **config})
-    return pipe, options
-
-
 def test_a_flux_that_is_distilled_takes_no_guidance():
     """FLUX.1-schnell: its network has no input for the scale."""
-    pipe, options = _other_flux(guidance_embeds=False)
+
+    def distil(pipe: Any) -> None:
+        config = {**pipe.transformer.config, "guidance_embeds": False}
+        pipe.transformer = type(pipe.transformer).from_config(config)
+
     with pytest.raises(UserError, match=r"FluxPipeline is distilled: .*guidance is 3\.5"):
-        PipelinePolicy(pipe, guidance=3.5, lora=LoraSettings(rank=2), **options)
-    policy = PipelinePolicy(pipe, lora=LoraSettings(rank=2), **options)
+        tiny_policy("flux", distil, guidance=3.5)
+    policy = tiny_policy("flux", distil)
     x, condition = torch.randn(1, *policy.latent_shape), policy.encode(PROMPTS[:1])
     assert not policy.guided and policy.velocity(x, torch.tensor([0.5]), condition).isfinite().all()
 
 
 def test_images_to_edit(tmp_path):
     """A file, an image or a tensor; each image goes in a call of its own."""
-    pipe, options = tiny_pipeline("flux_kontext")
-    policy = PipelinePolicy(pipe, lora=LoraSettings(rank=2), **options)
+    policy = tiny_policy("flux_kontext")
     pixels = torch.rand(3, 16, 8, generator=torch.Generator().manual_seed(1)).mul(255).round() / 255
     image = image_of(pixels)
     image.save(tmp_path / "a.png")
@@ -197,13 +189,11 @@ def test_images_to_edit(tmp_path):
         policy.encode(records)
     with pytest.raises(UserError, match=r"The source 'nowhere.png' is no image that can be read"):
         policy.encode([{"prompt": "a", "source": "nowhere.png"}])
-    plain, options = tiny_pipeline("sd3")
-    assert encoder_inputs(PipelinePolicy(plain, lora=LoraSettings(rank=2), **options), records) == ["a red circle"]
+    assert encoder_inputs(tiny_policy("sd3"), records) == ["a red circle"]
 
 
 def test_a_video_is_judged_by_its_middle_frame():
-    pipe, options = tiny_pipeline("wan")
-    policy = PipelinePolicy(pipe, lora=LoraSettings(rank=2), **options)
+    policy = tiny_policy("wan")
     x = torch.randn(2, *policy.latent_shape)
     frames = policy.decode_frames(x)
     assert frames.shape == (2, 5, 3, 16, 32) and torch.equal(policy.decode(x), frames[:, 2])

@@ -20,7 +20,7 @@ from tests.support.models.modular import (
     tiny_flux3,
     tiny_qwen_image_21,
 )
-from tests.support.models.pipelines import tiny_pipeline
+from tests.support.models.pipelines import tiny_pipeline, tiny_policy
 from tests.support.operations import counted_operations
 from visalign.adapters import LoraSettings, PipelinePolicy, load_policy
 from visalign.adapters.hollow import hollow_pipelines
@@ -180,8 +180,7 @@ def test_the_whole_network_is_saved_as_diffusers_reads_it(folders, tmp_path):
 
 
 def test_a_network_trained_whole_and_a_rewards_gradient():
-    pipe, options = tiny_pipeline("flux3")
-    policy = PipelinePolicy(pipe, **options, gradient_checkpointing=True)
+    policy = tiny_policy("flux3", lora=None, gradient_checkpointing=True)
     x, sigma = torch.randn(2, *policy.latent_shape), torch.tensor([0.7, 0.7])
     v = policy.velocity(x, sigma, policy.encode([PROMPT, "a star"]))
     policy.decode(x - 0.7 * v).mean().backward()
@@ -210,17 +209,13 @@ def test_a_flow_map_is_refused(tmp_path):
     for load in (load_policy, PipelinePolicy.from_pretrained):
         with pytest.raises(UserError, match=message):
             load(folder)
-    pipe, options = tiny_pipeline("flux3")
-    pipe.transformer.register_to_config(flow_map=True)
     with pytest.raises(UserError, match=r"predicts the mean velocity of a whole step"):
-        PipelinePolicy(pipe, lora=LORA, **options)
+        tiny_policy("flux3", lambda pipe: pipe.transformer.register_to_config(flow_map=True))
 
 
 def test_other_guiders_are_refused():
-    pipe, options = tiny_pipeline("flux3")
-    pipe.update_components(guider=diffusers.AdaptiveProjectedGuidance())
     with pytest.raises(UserError, match=r"has a AdaptiveProjectedGuidance as guider"):
-        PipelinePolicy(pipe, lora=LORA, **options)
+        tiny_policy("flux3", lambda pipe: pipe.update_components(guider=diffusers.AdaptiveProjectedGuidance()))
 
 
 def test_a_negative_prompt_leads_away(folders, caplog):

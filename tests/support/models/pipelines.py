@@ -19,7 +19,9 @@ from transformers import CLIPTextModel
 
 from tests.support.models.modular import tiny_flux3, tiny_qwen_image_21
 from tests.support.models.sd3 import tiny_t5, tiny_text_encoder, tiny_tokenizer
+from visalign.adapters import LoraSettings
 from visalign.adapters.pipeline.families import FAMILIES
+from visalign.adapters.pipeline.policy import PipelinePolicy
 
 diffusers: Any = importlib.import_module("diffusers")
 """Untyped: its annotations are narrower than what it takes."""
@@ -55,6 +57,14 @@ def tiny_pipeline(name: str) -> tuple[Any, dict[str, Any]]:
 
     pipe.encode_prompt = encode_prompt
     return pipe, options
+
+
+def tiny_policy(name: str, change: Callable[[Any], object] | None = None, **options: Any) -> PipelinePolicy:
+    """A policy with LoRA on the family's pipeline, which `change` may alter before."""
+    pipe, usual = tiny_pipeline(name)
+    if change is not None:
+        change(pipe)
+    return PipelinePolicy(pipe, **{"lora": LoraSettings(rank=2, alpha=4), **usual, **options})
 
 
 def tiny_folder(name: str, folder: Path) -> Path:
