@@ -204,19 +204,12 @@ def _form_problems(case: _Case) -> Iterator[str]:
         return
     if len(scores) != size:
         yield f"score() gave {len(scores)} values for {size} {noun}s: give one per {noun}, NaN where invalid"
-    for key, column, dtype in (("value", scores.value, torch.float32), ("valid", scores.valid, torch.bool)):
-        if column.dtype != dtype:
-            yield f"{key} has dtype {column.dtype}: make it {dtype}"
+    if scores.value.dtype != torch.float32:
+        yield f"value has dtype {scores.value.dtype}: make it torch.float32"
     if scores.value.requires_grad:
         yield "value carries a gradient graph, which keeps memory: detach it, or score under torch.no_grad()"
     if scores.unit != unit:
         yield f"Scores.unit is {scores.unit!r}, the reward declares {unit!r}: use one of them"
-    for key, column in {"std": scores.std, **scores.parts}.items():
-        if column is not None and column.shape != (size,):
-            yield f"{key!r} has shape {tuple(column.shape)}: make it [{size}]"
-    for key, texts in (("text", scores.text), ("reason", scores.reason)):
-        if texts is not None and len(texts) != size:
-            yield f"{key} has {len(texts)} entries for {size} {noun}s: give one per {noun}"
 
 
 def _validity(case: _Case) -> Iterator[str]:

@@ -141,7 +141,7 @@ class FunctionReward:
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Call the function on the readable images; rows that it answers with None or NaN are invalid."""
         request = read_request(self.name, images, prompts, metadata)
-        rows = [row for row, _ in request.images.readable()]
+        rows = request.rows
         reasons = list(request.images.reasons)
         answer = self._call(request, rows) if rows else []
         if isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping):
@@ -164,8 +164,7 @@ class FunctionReward:
     def _call(self, request: Request, rows: list[int]) -> Any:
         """Call the function with copies of the readable rows, never with the caller's own data."""
         images = self._convert([image for _, image in request.images.readable()])
-        prompts = [request.prompts[row] for row in rows]
-        records = [request.metadata[row] for row in rows]
+        _, prompts, records = request.select(rows)
         keys = dict.fromkeys(key for record in records if record for key in record)
         columns: dict[str, Any] = {key: [(record or {}).get(key) for record in records] for key in keys}
         columns |= {"images": images, "completions": images, "prompts": prompts, "metadata": records}

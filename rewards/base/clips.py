@@ -7,18 +7,23 @@ A clip is a sequence of images of one size, an array [F, ...], or an animated GI
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from visalign.interfaces import Metadata
+
+from .contract import read_metadata
 from .images import animation_length, load_animation, load_images, pixels_of
 from .memory import max_pixels
 
 
-def listed_clips(name: str, images: Any) -> list[Any]:
-    """List the clips of a sequence, or of an array [B, F, ...] or [B, ...]; `name` is the judge's."""
+def read_clips(
+    name: str, images: Any, prompts: Sequence[str], metadata: Metadata | None
+) -> tuple[list[Any], list[Mapping[str, Any] | None]]:
+    """List the clips of a sequence, or of an array [B, F, ...] or [B, ...], and their records, lengths checked."""
     is_array = isinstance(images, Tensor | np.ndarray)
     if is_array and images.ndim not in (4, 5):
         raise ValueError(f"{name}: images has shape {tuple(images.shape)}; give [B, F, 3, H, W] or [B, 3, H, W].")
@@ -26,7 +31,9 @@ def listed_clips(name: str, images: Any) -> list[Any]:
         raise TypeError(
             f"{name}: images is a {type(images).__name__}; give a list of clips, lists of images or arrays."
         )
-    return list(images)
+    if len(images) != len(prompts):
+        raise ValueError(f"{name}: {len(images)} clips and {len(prompts)} prompts; give one each.")
+    return list(images), read_metadata(name, metadata, len(images), noun="clip")
 
 
 def read_clip(clip: Any, choose: Callable[[int], Sequence[int] | str]) -> tuple[list[Tensor], str | None]:

@@ -20,7 +20,7 @@ from visalign.errors import RewardError as RewardError
 from visalign.interfaces import Metadata, Preferences, Scores
 from visalign.interfaces import check_answer as check_answer
 
-from .images import ImageBatch, load_images
+from .images import ImageBatch, as_contract, load_images
 
 _INVISIBLE = ("Zs", "Zl", "Zp", "Cc", "Cf")  # Unicode's categories of separators, control and format characters
 
@@ -68,6 +68,16 @@ class Request:
 
     def __len__(self) -> int:
         return len(self.prompts)
+
+    @property
+    def rows(self) -> list[int]:
+        """Rows whose images can be read."""
+        return [row for row, _ in self.images.readable()]
+
+    def select(self, rows: Sequence[int]) -> tuple[Any, list[str], list[Mapping[str, Any] | None]]:
+        """Return images, prompts and records of readable rows, as a reward takes them."""
+        images = as_contract([image for row in rows if (image := self.images.images[row]) is not None])
+        return images, [self.prompts[row] for row in rows], [self.metadata[row] for row in rows]
 
 
 def read_request(

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,11 @@ class Identity:
     def differences(self, other: Identity) -> list[str]:
         mine, theirs = asdict(self), asdict(other)
         return [name for name in mine if _canonical(mine[name]) != _canonical(theirs[name])]
+
+
+def with_options(identity: Any, **options: Any) -> Identity | None:
+    """Add options to the identity of a judge that is used in another way; None where it has none."""
+    return replace(identity, options={**identity.options, **options}) if isinstance(identity, Identity) else None
 
 
 def fingerprint(folder: str | Path) -> str:

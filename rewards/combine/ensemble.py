@@ -16,7 +16,6 @@ from visalign.interfaces import Metadata, PointwiseReward, RewardCapabilities, S
 from visalign.rewards.base.contract import check_rules, check_scales, make_scores, read_request
 from visalign.rewards.base.failure import failure_reasons
 from visalign.rewards.base.identity import Identity
-from visalign.rewards.base.images import as_contract
 
 HOW = ("mean", "min", "lower_bound", "uwo")
 
@@ -118,15 +117,12 @@ class Ensemble:
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Judge with every member; images are read once for all of them."""
         request = read_request(self.name, images, prompts, metadata)
-        readable = request.images.readable()
-        loaded = as_contract([image for _, image in readable])
-        texts = [request.prompts[row] for row, _ in readable]
-        records = [request.metadata[row] for row, _ in readable]
+        samples = request.select(request.rows)
 
         def judge(label: str, member: PointwiseReward) -> Scores:
-            return score_named(member, loaded, texts, records, name=label)
+            return score_named(member, *samples, name=label)
 
-        return self.judged_by(judge, [row for row, _ in readable], list(request.images.reasons))
+        return self.judged_by(judge, request.rows, list(request.images.reasons))
 
     def judged_by(self, judge: Callable[[str, Any], Scores], usable: list[int], reasons: list[str | None]) -> Scores:
         """Score all B samples by what `judge` gets from each label and member for the usable rows.

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from visalign.interfaces import Metadata, PointwiseReward, RewardCapabilities, Scores, score_named, with_capabilities
-from visalign.rewards.base.clips import listed_clips, read_clip
-from visalign.rewards.base.contract import RewardError, check_counts, make_scores, read_metadata
+from visalign.rewards.base.clips import read_clip, read_clips
+from visalign.rewards.base.contract import RewardError, check_counts, make_scores
 from visalign.rewards.base.failure import failure_reasons
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.base.images import as_contract
@@ -62,10 +62,7 @@ class Frames:
 
         `images` are clips or images: a sequence, or an array [B, F, ...] or [B, ...].
         """
-        clips = listed_clips(self.name, images)
-        if len(clips) != len(prompts):
-            raise ValueError(f"{self.name}: {len(clips)} clips and {len(prompts)} prompts; give one each.")
-        records = read_metadata(self.name, metadata, len(clips), noun="clip")
+        clips, records = read_clips(self.name, images, prompts, metadata)
         frames: list[Tensor] = []
         rows: list[int] = []
         reasons: list[str | None] = [None] * len(clips)

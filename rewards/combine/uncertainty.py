@@ -14,7 +14,7 @@ from torch import Tensor
 from visalign.core.rewards.uncertainty import bhattacharyya_overlap, penalise
 from visalign.interfaces import Metadata, PointwiseReward, RewardCapabilities, Scores, score_named, with_capabilities
 from visalign.rewards.base.contract import RewardError, check_choices
-from visalign.rewards.base.identity import Identity
+from visalign.rewards.base.identity import Identity, with_options
 
 
 class UncertaintyUsed:
@@ -65,11 +65,8 @@ class UncertaintyUsed:
     @property
     def identity(self) -> Identity | None:
         """Identity of the reward and this use; None where other samples move the scores."""
-        identity = self.reward.identity
-        if not isinstance(identity, Identity) or self.capabilities.needs_batch:
-            return None
         used = {"how": self.how, "strength": self.strength, "reference": self.reference}
-        return replace(identity, options={**identity.options, "uncertainty": used})
+        return None if self.capabilities.needs_batch else with_options(self.reward.identity, uncertainty=used)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Score with the reward and use its uncertainty."""

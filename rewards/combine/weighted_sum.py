@@ -34,7 +34,7 @@ from visalign.rewards.base.contract import (
     without_group,
 )
 from visalign.rewards.base.failure import failure_reasons
-from visalign.rewards.base.images import as_contract, on_cpu
+from visalign.rewards.base.images import on_cpu
 from visalign.settings import MOST
 
 from .uncertainty import with_deviation
@@ -202,9 +202,8 @@ class WeightedSum:
             records = read_metadata(self.name, metadata, len(rows), noun="clip")
         else:
             request = read_request(self.name, images, prompts, metadata)
-            rows, reasons = [row for row, _ in request.images.readable()], request.images.reasons
-            images = as_contract([image for _, image in request.images.readable()])
-            prompts, records = [prompts[row] for row in rows], [request.metadata[row] for row in rows]
+            rows, reasons = request.rows, request.images.reasons
+            images, prompts, records = request.select(rows)
 
         def judge(label: str, reward: Any) -> Scores:
             metadata = records if reward.capabilities.needs_group else without_group(records)

@@ -24,13 +24,12 @@ from torch import Tensor
 
 from visalign.interfaces import Metadata, RewardCapabilities, Scores
 from visalign.model_files import read_object
-from visalign.rewards.base.clips import listed_clips, read_clip
+from visalign.rewards.base.clips import read_clip, read_clips
 from visalign.rewards.base.contract import (
     RewardError,
     check_rules,
     make_scores,
     prompt_problem,
-    read_metadata,
     scatter,
 )
 from visalign.rewards.base.identity import Identity, fingerprint
@@ -177,12 +176,8 @@ class VideoAlign:
     @torch.no_grad()
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Score B clips (a sequence, or an array [B, F, ...]) against B prompts; records may hold "fps"."""
-        clips = listed_clips(self.name, images)
-        size = len(clips)
-        if size != len(prompts):
-            raise ValueError(f"{self.name}: {size} clips and {len(prompts)} prompts; give one each.")
-        records = read_metadata(self.name, metadata, size, noun="clip")
-        reasons = [prompt_problem(prompt) for prompt in prompts]
+        clips, records = read_clips(self.name, images, prompts, metadata)
+        size, reasons = len(clips), [prompt_problem(prompt) for prompt in prompts]
         rows: list[int] = []
         queries: list[Query] = []
         for row, (clip, record) in enumerate(zip(clips, records, strict=True)):

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -14,8 +13,7 @@ from visalign.core.preference.uncertainty import log_win_probability
 from visalign.interfaces import Metadata, PairwiseReward, PointwiseReward, Preferences, score_named, with_capabilities
 from visalign.rewards.base.contract import Request, check_choices, read_pairs, read_request
 from visalign.rewards.base.failure import failure_reasons
-from visalign.rewards.base.identity import Identity
-from visalign.rewards.base.images import as_contract
+from visalign.rewards.base.identity import Identity, with_options
 
 from .asking import distinct_images
 
@@ -57,10 +55,7 @@ class PairsFromScores:
     @property
     def identity(self) -> Identity | None:
         """Identity of the preferences; None if the reward has none."""
-        identity = self.reward.identity
-        if not isinstance(identity, Identity):
-            return None
-        return replace(identity, options={**identity.options, "compared_by": self.link})
+        return with_options(self.reward.identity, compared_by=self.link)
 
     def compare(self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Preferences:
         """Compare B pairs of images, B prompts, B records."""
@@ -98,20 +93,12 @@ class PairsFromScores:
         value = torch.full((len(request),), torch.nan, dtype=torch.float64)
         std = torch.zeros_like(value)
         reasons = list(request.images.reasons)
-        readable = request.images.readable()
-        if not readable:
+        rows = request.rows
+        if not rows:
             return value, std, reasons
-        labels = [(request.prompts[row], repr(request.metadata[row])) for row, _ in readable]
-        first, index = distinct_images([image for _, image in readable], labels)
-        distinct = [readable[i] for i in first]
-        scores = score_named(
-            self.reward,
-            as_contract([image for _, image in distinct]),
-            [request.prompts[row] for row, _ in distinct],
-            [request.metadata[row] for row, _ in distinct],
-            name=self.reward.name,
-        )
-        rows = [row for row, _ in readable]
+        images, prompts, records = request.select(rows)
+        first, index = distinct_images(images, list(zip(prompts, map(repr, records), strict=True)))
+        scores = score_named(self.reward, *request.select([rows[i] for i in first]), name=self.reward.name)
         value[rows] = torch.where(scores.valid, scores.value, torch.nan).detach().cpu().double()[index]
         if scores.std is not None:
             std[rows] = scores.std.detach().cpu().double()[index]

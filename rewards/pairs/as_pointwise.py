@@ -101,13 +101,11 @@ class GroupWinRate:
         """Score B images by their win rates; groups may come in any order."""
         request = read_request(self.name, images, prompts, metadata)
         labels = group_labels(self.name, request)
-        readable = request.images.readable()
-        rows = [row for row, _ in readable]
-        first, index = distinct_images([image for _, image in readable], [labels[row] for row in rows])
+        rows = request.rows
+        first, index = distinct_images(request.select(rows)[0], [labels[row] for row in rows])
         first_rows = [rows[i] for i in first]
-        records = without_group([request.metadata[row] for row in first_rows])
-        distinct = [readable[i][1] for i in first]
-        asker = PairAsker(self.judge, distinct, [request.prompts[row] for row in first_rows], records)
+        images, texts, records = request.select(first_rows)
+        asker = PairAsker(self.judge, images, texts, without_group(records))
         ask = self._round_robin if self.budget is None else self._budgeted
         outcome = ask(asker, [labels[row] for row in first_rows])
         self.calls += asker.calls

@@ -17,7 +17,6 @@ from visalign.core.preference.ranking import Model, RankingFit, fit_ranking
 from visalign.interfaces import PairwiseReward, PointwiseReward, copy_records, score_named, with_capabilities
 from visalign.rewards.base.contract import Request, check_rules, read_request
 from visalign.rewards.base.failure import failure_reasons
-from visalign.rewards.base.images import as_contract
 
 from .asking import PairAnswers, PairAsker, distinct_images
 
@@ -96,14 +95,10 @@ def rank(
 
 
 def _rank_scores(judge: PointwiseReward, request: Request, level: float) -> Ranking:
-    readable = request.images.readable()
     score = torch.full((len(request),), torch.nan)
     low, high, reasons = score.clone(), score.clone(), list(request.images.reasons)
-    if readable:
-        rows = [row for row, _ in readable]
-        prompts, records = [request.prompts[row] for row in rows], [request.metadata[row] for row in rows]
-        images = as_contract([image for _, image in readable])
-        scores = score_named(judge, images, prompts, records, name=judge.name)
+    if rows := request.rows:
+        scores = score_named(judge, *request.select(rows), name=judge.name)
         score[rows] = torch.where(scores.valid, scores.value, torch.nan).detach().cpu().float()
         if scores.std is not None:
             z = float(torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64)))
@@ -119,14 +114,14 @@ def _rank_scores(judge: PointwiseReward, request: Request, level: float) -> Rank
         unit=judge.unit,
         valid=~torch.isnan(score),
         reason=reasons,
-        calls=len(readable),
+        calls=len(rows),
     )
 
 
 def _rank_pairs(
     judge: PairwiseReward, request: Request, *, budget: float, level: float, method: Method, model: Model | None
 ) -> Ranking:
-    readable = request.images.readable()
+    readable = request.rows
     score, low, high = (torch.full((len(request),), torch.nan) for _ in range(3))
     reasons = list(request.images.reasons)
     ranking = partial(Ranking, score=score, low=low, high=high, level=level, reason=reasons)
@@ -134,21 +129,16 @@ def _rank_pairs(
         no_pairs = torch.zeros(0, 2, dtype=torch.long)
         unit = UNITS[model or "bradley_terry"]
         return ranking(order=[], unit=unit, valid=~torch.isnan(score), calls=0, pairs=no_pairs)
-    first, index = distinct_images([image for _, image in readable], [0] * len(readable))
-    rows = [readable[i][0] for i in first]
-    asker = PairAsker(
-        judge,
-        [readable[i][1] for i in first],
-        [request.prompts[row] for row in rows],
-        [request.metadata[row] for row in rows],
-    )
+    first, index = distinct_images(request.select(readable)[0], [0] * len(readable))
+    rows = [readable[i] for i in first]
+    asker = PairAsker(judge, *request.select(rows))
     calls = max(count_calls(len(first), budget), len(first) - 1)
     (comparisons,) = ask_in_rounds(asker, [torch.arange(len(first))], [calls], method=method, model=model)
     pairs, answers, fit = comparisons.pairs, comparisons.answers, comparisons.fit
     is_compared = torch.zeros(len(first), dtype=torch.bool)
     is_compared[pairs[torch.isfinite(answers.log_odds)].flatten()] = True
     fitted = (fit.score, *fit.interval(level))
-    for (row, _), number in zip(readable, index, strict=True):
+    for row, number in zip(readable, index, strict=True):
         if is_compared[number]:
             score[row], low[row], high[row] = (column[number] for column in fitted)
         else:

@@ -8,7 +8,6 @@ samples of the model before training. A trainer draws them: `rewards.terms.LABEL
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -18,7 +17,7 @@ from visalign.core import group_pairs
 from visalign.core.preference.ranking import MAX_LOG_ODDS
 from visalign.interfaces import Metadata, PairwiseReward, RewardCapabilities, Scores, with_capabilities
 from visalign.rewards.base.contract import check_choices, make_scores, read_request
-from visalign.rewards.base.identity import Identity
+from visalign.rewards.base.identity import Identity, with_options
 from visalign.rewards.base.images import as_contract, load_images
 from visalign.rewards.pairs.asking import PairAsker, read_preferences
 from visalign.rewards.weights.feature_cache import image_key
@@ -58,14 +57,11 @@ class ReferenceReward:
     @property
     def identity(self) -> Identity | None:
         """Identity of the scores, the given references included; None if the judge has none."""
-        identity = self.judge.identity
-        if not isinstance(identity, Identity):
-            return None
         digests = {}
         for prompt, references in sorted(self.references.items()):
             images = load_images(references).images
             digests[prompt] = [None if image is None else image_key(image).hex() for image in images]
-        return replace(identity, options={**identity.options, "against": self.value, "references": digests})
+        return with_options(self.judge.identity, against=self.value, references=digests)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Score B images against the references of their prompts."""

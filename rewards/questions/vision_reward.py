@@ -20,7 +20,6 @@ from torch import Tensor
 from visalign.interfaces import Metadata, PointwiseReward, Scores, score_named, with_capabilities
 from visalign.rewards.base.contract import Request, check_rules, prompt_problem, read_request, scatter_scores
 from visalign.rewards.base.failure import failure_reasons
-from visalign.rewards.base.images import as_contract
 from visalign.rewards.vlm.engine import EngineJudge
 from visalign.rewards.vlm.requests import requests
 from visalign.rewards.vlm.template import Template, question
@@ -148,9 +147,7 @@ class VisionReward(EngineJudge):
             return None
         alignment = torch.full((len(request),), torch.nan)
         if rows:
-            images = as_contract([image for row, image in request.images.readable() if row in rows])
-            texts = [request.prompts[row] for row in rows], [request.metadata[row] for row in rows]
-            scores = score_named(self.alignment, images, *texts, name=self.alignment.name)
+            scores = score_named(self.alignment, *request.select(rows), name=self.alignment.name)
             alignment[rows] = scores.value
             for row, reason in zip(rows, failure_reasons(scores), strict=True):
                 reasons[row] = reasons[row] or (reason and f"alignment: {reason}")
