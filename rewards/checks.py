@@ -114,7 +114,6 @@ class _Case:
 
     @cached_property
     def scores(self) -> Scores:
-        """Scores of all samples in one call."""
         return self.run(self.rows)
 
     @property

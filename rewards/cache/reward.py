@@ -25,8 +25,6 @@ from .store import ScoreCache, key_of
 
 
 class _Cached:
-    """A reward or judge in front of a cache."""
-
     def __init__(self, judge: Any, cache: ScoreCache, *, identity: Identity | None = None) -> None:
         self.judge, self.cache, self.name = with_capabilities(judge), cache, judge.name
         self._identity = identity

@@ -89,8 +89,6 @@ _REFUSAL = re.compile(
 
 @dataclass(frozen=True)
 class Reply:
-    """Answer of a chat model."""
-
     text: str  # Without special tokens, as the server gives it
     first_token: Mapping[str, float]
     """Token -> log-prob of the most probable first tokens; empty where none were requested."""

@@ -58,7 +58,6 @@ class ClipEncoder(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Device of the towers."""
         return self.logit_scale.device
 
     @property

@@ -104,7 +104,6 @@ class ClipTowers:
 
     @property
     def batch_size(self) -> int:
-        """Images or prompts in one forward pass."""
         return self.batch.read()
 
     def _encode_blank(self, count: int) -> Tensor:
@@ -119,7 +118,6 @@ class ClipTowers:
 
     @property
     def encoder(self) -> ClipEncoder:
-        """The towers."""
         return self.parts.encoder
 
     @property
@@ -289,7 +287,6 @@ class ClipJudge:
 
     @property
     def identity(self) -> Identity:
-        """Identity of the towers and this judge."""
         return self.towers.identity(self.name)
 
 

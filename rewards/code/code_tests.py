@@ -242,7 +242,6 @@ class CodeTests:
         return Outcome(printed == expected, "" if printed == expected else f"it printed {shortened(run.stdout)}")
 
     def _judge(self, completion: str, tests: Any, setup: Any) -> tuple[TextVerdict, float]:
-        """Return a verdict with the share of passed tests."""
         if tests is None:
             return TextVerdict(reason=f"its metadata has no {self._field!r}"), math.nan
         if isinstance(setup, list) and all(isinstance(line, str) for line in setup):

@@ -88,14 +88,12 @@ class Calibrated:
         return cls(reward, scores.value[scores.valid], std=std, scale=scale)
 
     def save(self, file: str | Path) -> None:
-        """Write the reference scores as JSON."""
         about = {"reward": self.reward.name, "unit": self.reward.unit}
         numbers = {"value": self._value.tolist(), "std": self._std.tolist()}
         Path(file).write_text(json.dumps(about | numbers) + "\n", encoding="utf-8")
 
     @property
     def identity(self) -> Identity | None:
-        """Identity of the reward with its reference."""
         identity = self.reward.identity
         if not isinstance(identity, Identity):
             return None
@@ -166,7 +164,6 @@ class Corrected:
                 raise RewardError(f"corrected: {part} is {judge.name}; {remedy}.")
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Score B images against B prompts."""
         scores = [score_named(judge, images, prompts, metadata, name=part) for part, judge in self.rewards.items()]
         reasons = [first or second for first, second in zip(*map(failure_reasons, scores), strict=True)]
         r, u = (score.value.float().cpu() for score in scores)

@@ -44,7 +44,6 @@ class Routed:
         self.capabilities = replace(can, at_iteration=at and (lambda iteration: Routed(at(iteration), where)))
 
     def score(self, samples: Any, prompts: Sequence[Any], metadata: Metadata | None = None) -> Scores:
-        """Score the samples whose records match."""
         records = metadata or [None] * len(prompts)
         rows = [row for row, record in enumerate(records) if matches(record, self.where)]
         if not rows:

@@ -36,8 +36,6 @@ LOG_STD = (-4.0, 1.0)
 
 @dataclass(frozen=True, kw_only=True)
 class HeieSettings:
-    """Sizes of the heads."""
-
     hidden: int  # Width of the language part's hidden states
     features: int  # Width of an image's features
     width: int = 96  # Width of the heads; divisible by 4 and by `attention_heads`

@@ -48,8 +48,6 @@ _PLAIN: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """Trained judge of an ensemble."""
-
     name: str
     tensors: Mapping[str, Tensor]  # Tensors as `LoraEnsembleModel` names them, without the axis of members
     scaling: float  # α/r

@@ -58,7 +58,6 @@ class PairsFromScores:
         return with_options(self.reward.identity, compared_by=self.link)
 
     def compare(self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Preferences:
-        """Compare B pairs of images, B prompts, B records."""
         return self._compare(*read_pairs(self.name, left, right, prompts, metadata, texts=True))
 
     def compare_pairs(

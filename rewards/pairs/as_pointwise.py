@@ -179,8 +179,6 @@ class GroupWinRate:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """Result of the comparisons of n distinct images."""
-
     pairs: Tensor  # [N, 2] pairs within groups
     prob: Tensor  # [N] share of a win of the first image; NaN where unknown
     compared: Tensor  # [n] number of valid answers about each image

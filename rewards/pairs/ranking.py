@@ -29,8 +29,6 @@ GRADED = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class Ranking:
-    """Order of n images of one prompt."""
-
     order: list[int]
     """Image numbers, best first; images that could not be judged are left out."""
     score: Tensor

@@ -110,7 +110,6 @@ class Checklist:
         return cls(questions=tuple(record["questions"]), rule=ChecklistRule.from_dict(rule))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the object that `from_dict` reads."""
         rule = self.rule
         return {
             "questions": list(self.questions),
@@ -122,7 +121,6 @@ class Checklist:
 
     @classmethod
     def read(cls, file: str | Path) -> Checklist:
-        """Read a JSON file; see `from_dict`."""
         return cls.from_dict(read_object(Path(file)))
 
     @classmethod

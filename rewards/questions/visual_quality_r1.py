@@ -189,7 +189,6 @@ class RatingDigits:
         self._digit_ids = _token_ids(engine, digits) if digits else []
 
     def __call__(self, queries: Sequence[Query]) -> Ratings:
-        """Rate B images."""
         if not queries:
             return dict.fromkeys(self._columns, torch.zeros(0)), [], []
         answer = self.engine.answer_logits(self.template, queries, self._score_ids, left_over=True)

@@ -169,7 +169,6 @@ class SoftTifa(_NextWordJudge):
         return make_scores(value, reasons, self.unit, text=text)
 
     def _spellings(self, wording: str, answer: str) -> list[int]:
-        """Return the tokens that give an answer."""
         if self.spellings == "published":
             if not wording.startswith("How many"):
                 return self._first_tokens(AFFIRMED)

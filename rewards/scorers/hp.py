@@ -157,5 +157,4 @@ class Artefact(Hp):
         super().__init__(model, device=device, **towers)
 
     def rate(self, features: Tensor) -> Tensor:
-        """Map embeddings [n, D] to probabilities."""
         return super().rate(features).sigmoid()

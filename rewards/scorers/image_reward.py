@@ -129,7 +129,6 @@ class ImageReward:
 
     @cached_property
     def file(self) -> Path:
-        """Weight file."""
         if Path(self.source).is_file():
             return Path(self.source)
         return local_folder(self.source, (WEIGHTS, CONFIG, *_TOKENIZER_FILES)) / WEIGHTS
@@ -147,7 +146,6 @@ class ImageReward:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """BERT's tokenizer."""
         from transformers import AutoTokenizer
 
         folder = self.file.parent

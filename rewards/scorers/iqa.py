@@ -56,7 +56,6 @@ class Iqa:
 
     @cached_property
     def model(self) -> Any:
-        """pyiqa's metric."""
         make = import_module("pyiqa").create_metric
         try:
             with _restore_llama(self.metric):

@@ -64,7 +64,6 @@ class LaionAesthetic(ClipHeadJudge):
 
     @cached_property
     def head_file(self) -> Path:
-        """File of the head."""
         path = Path(self._head_source)
         if path.is_dir() or (not path.is_file() and is_hub_id(path) and path.suffix != ".pth"):
             return local_folder(path, (PUBLISHED_HEAD,)) / PUBLISHED_HEAD

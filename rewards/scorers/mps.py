@@ -80,7 +80,6 @@ class ParallelBlock(nn.Module):
         self.ff_out = nn.Sequential(Gated(), nn.Linear(inner, width, bias=False))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the block to [B, n, D]."""
         query, key, value, inner = self.fused_attn_ff_proj(self.norm(x)).split(self.sizes, dim=-1)
         query = query.unflatten(-1, (-1, self.sizes[1])).transpose(1, 2)
         key, value = _rotate(key)[:, None].expand_as(query), value[:, None].expand_as(query)

@@ -21,8 +21,6 @@ _LEAST_PIXELS = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class RequestLimits:
-    """Limits of requests."""
-
     max_bytes: int = 256 << 20  # Bytes in the body of a request
     max_header: int = 1 << 20  # Bytes of JSON in it: prompts, records, shapes
     max_total_bytes: int = 1 << 30

@@ -70,7 +70,6 @@ def pack_request(request: JudgeRequest) -> bytes:
 
 
 def unpack_request(raw: bytes | bytearray) -> JudgeRequest:
-    """Read a request and check its form."""
     try:
         about = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])["__metadata__"]
         if about["format"] != FORMAT:

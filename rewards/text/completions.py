@@ -34,19 +34,15 @@ class CompletionScores(_Completions):
         self.unit, self.range, self.higher_is_better = reward.unit, reward.range, reward.higher_is_better
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Score B completions for B prompts."""
         return self.reward.score(self._texts(images), [*map(text_prompt, prompts)], metadata)
 
 
 class CompletionPairs(_Completions):
-    """Pairwise judge of completions."""
-
     def __init__(self, reward: Any) -> None:
         super().__init__(reward)
         self.capabilities = replace(reward.capabilities, needs_group=False)  # a pair is all it sees
 
     def compare(self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Preferences:
-        """Compare B pairs of completions."""
         return self.reward.compare(self._texts(left), self._texts(right), [*map(text_prompt, prompts)])
 
 

@@ -143,7 +143,6 @@ class RandomReward:
         self.name, self._share, self._seed = name, share, seed
 
     def score(self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None) -> Scores:
-        """Draw for each completion."""
         request = read_text_request(self.name, completions, prompts, metadata)
         keys = [json.dumps(prompt, sort_keys=True, default=str) for prompt in request.prompts]
         pairs = zip(keys, request.completions, strict=True)

@@ -37,8 +37,6 @@ CONTRIBUTIONS = ("sum",)  # Aggregates of a progress estimator: the sum of contr
 
 @dataclass(frozen=True, kw_only=True)
 class StepScores:
-    """Step scores of B completions."""
-
     span: Sequence[Sequence[Span]]  # B lists of (first character, one past the last), the separator left out
     prob: Sequence[Tensor]
     """B tensors [n_steps] float32, the probability that the step is right, or its contribution; NaN in

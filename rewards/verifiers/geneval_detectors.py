@@ -84,7 +84,6 @@ class TransformersDetector:
 
     @cached_property
     def _parts(self) -> tuple[Any, Any, str]:
-        """Model, processor, kind."""
         import transformers
 
         if not Path(self.source).exists():
@@ -174,7 +173,6 @@ class TransformersDetector:
 
 
 def _mask_boxes(item: dict[str, Any], size: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Boxes around the instance masks of one image."""
     info = item["segments_info"]
     if not info:
         empty = torch.zeros(0)

@@ -173,7 +173,6 @@ class _Outcome:
         self._matched_strictly: list[bool] = []
 
     def add(self, number: int, clause: Mapping[str, Any], boxes: list[Detected], threshold: float) -> None:
-        """Check an include clause."""
         name, kind, count = f"include[{number}]", clause["class"], clause["count"]
         used = boxes[:count]
         is_met, is_exact = len(used) == count, len(boxes) == count

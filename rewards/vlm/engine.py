@@ -56,8 +56,6 @@ class AnswerLogits:
 
 @dataclass(frozen=True)
 class HiddenStates:
-    """Last hidden states of B requests."""
-
     states: Tensor  # [B, H] float32; NaN where there is a reason
     reasons: list[str | None]  # Why a request could not be judged; None for the others
 
@@ -275,7 +273,6 @@ class EngineJudge:
 
     @property
     def identity(self) -> Identity:
-        """Identity of the scores."""
         return Identity(judge=self.name, **self.engine.identity_fields(self.template, **self.options))
 
 

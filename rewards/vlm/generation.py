@@ -151,7 +151,6 @@ def _uniforms(seed: int, row: TokenRow, answer: int, count: int) -> Tensor:
 
 
 def end_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
-    """Collect the ids that end an answer."""
     tokens: set[Any] = set()
     for ids in (getattr(model.generation_config, "eos_token_id", None), tokenizer.eos_token_id):
         tokens |= set(ids) if isinstance(ids, list | tuple) else {ids}

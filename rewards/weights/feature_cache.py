@@ -39,7 +39,6 @@ class FeatureCache(Generic[V]):
         return len(self._entries)
 
     def get(self, key: Hashable) -> V | None:
-        """Return the entry of a key, or None."""
         with self._lock:
             if key not in self._entries:
                 self.misses += 1
@@ -60,7 +59,6 @@ class FeatureCache(Generic[V]):
                 self.bytes -= self._entries.popitem(last=False)[1].nbytes
 
     def clear(self) -> None:
-        """Remove all entries."""
         with self._lock:
             self._entries.clear()
             self.bytes = 0
@@ -92,5 +90,4 @@ def image_key(image: Tensor) -> bytes:
 
 
 def text_key(text: str) -> bytes:
-    """Hash a prompt."""
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=20).digest()
