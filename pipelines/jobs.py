@@ -35,8 +35,6 @@ PIPELINES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A configuration with the functions that plan and run it."""
-
     config: Any
     run: Callable[..., Any]
     plan: Callable[[Any], Mapping[str, Any]]

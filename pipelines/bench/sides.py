@@ -43,8 +43,6 @@ DRAWING = ("adapter", "steps", "solver", "timestep_schedule", "dtype")  # Settin
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """Something that a bench compares."""
-
     label: str  # Name in the tables
     facts: Mapping[str, Any]  # What a resumed bench must share with the one that began
     rows: Sequence[ImageRow]  # Image, prompt, record and seed of each sample

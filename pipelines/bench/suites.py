@@ -42,7 +42,6 @@ def suite_files() -> dict[str, Path]:
 
 
 def read_suite(name: str) -> Suite:
-    """Read a packaged suite."""
     return Suite(**yaml.safe_load(suite_files()[name].read_text("utf-8")))
 
 

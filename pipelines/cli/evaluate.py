@@ -94,7 +94,6 @@ def evaluate(
 
 
 def show_evaluation(console: Console, result: Mapping[str, Any]) -> None:
-    """Print an evaluation, one column per judge."""
     from visalign.data.sets.checks import PACKAGED_JUDGE
     from visalign.evaluation.pages.base import provenance_sentence
     from visalign.evaluation.pages.reward_page import comparison_lines, evaluation_tables, fusion_line

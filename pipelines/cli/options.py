@@ -99,7 +99,6 @@ class Command(TyperCommand):
             return super().invoke(ctx)
 
     def make_parser(self, ctx: Any) -> Any:
-        """Return a parser that counts the options."""
         parser = super().make_parser(ctx)
         parse = parser.parse_args
 
@@ -142,7 +141,6 @@ def config_and_overrides(config: str | None, overrides: list[str] | None) -> tup
 
 
 def resume_line(resume: bool) -> str:
-    """Write the running command with --resume."""
     return shlex.join(["visalign", *sys.argv[1:], *([] if resume else ["--resume"])])
 
 

@@ -88,8 +88,6 @@ def voter_name(name: str) -> str:
 
 @settings("plan")
 class Plan:
-    """Rules by which tasks are assigned."""
-
     votes: Natural = 3  # Number of votes on each task; 0: everybody's
     gold_every: Natural = 10  # Each n-th task has a known answer, while there are any; 0: none
     repeat_every: Natural = 15  # Each n-th task repeats an earlier one with its sides exchanged; 0: none
@@ -353,7 +351,6 @@ class VoteStore:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Run the block in one transaction, which an error rolls back."""
         with self._lock, _writable(self.path), self._db:  # commits at the end, or rolls back
             self._db.execute("BEGIN IMMEDIATE")
             yield self._db

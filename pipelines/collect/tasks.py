@@ -55,8 +55,6 @@ class Form:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A question to a voter."""
-
     prompt: str
     images: tuple[str, ...]
     """One image, the left and the right one, or the 3 to 9 of a choice; as `resolve_image` reads them, with absolute

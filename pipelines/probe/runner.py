@@ -45,8 +45,6 @@ LevelResult = tuple[np.ndarray, dict[str, Any]]
 
 
 class ProbeAnswers(NamedTuple):
-    """Answers about some rows of the reference."""
-
     rows: list[int]
     value: np.ndarray  # [n] NaN where there is none
     reasons: list[str | None]
@@ -66,7 +64,6 @@ class ProbeRunner(ABC):
         self.name, self.reference, self.batch_size = name, reference, batch_size
 
     def record(self) -> dict[str, Any]:
-        """Describe the reference as JSON."""
         return {
             "source": self.reference.source,
             "unreadable": self.reference.unreadable,
@@ -192,7 +189,6 @@ class ScoreRunner(ProbeRunner):
         self._require_unit(has_unit, len(rows), self.reasons, "reference images")
 
     def run_level(self, probe: Probe, level: Level, seed: int) -> LevelResult:
-        """Compute the responses at one level of a probe; `seed` is that of random changes."""
         left_out = 0
         if probe.name == "contrast_instructions":
             samples, contrasts = self.reference.samples, self.reference.contrasts()
@@ -276,7 +272,6 @@ class PairRunner(ProbeRunner):
         self.rows = [row for row in rows if row in self.scored or row not in self.paired]
 
     def run_level(self, probe: Probe, level: Level, seed: int) -> LevelResult:
-        """Compute the responses at one level of a probe; `seed` is that of random changes."""
         nothing: list[str | None] = [None] * len(self.scored)
         match probe.name:
             case "identical":

@@ -34,8 +34,6 @@ _NUMBERED = re.compile(r"(.*?)([0-9]+)(\.[A-Za-z]+)")  # Name of a clip's frame:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageRow:
-    """An image or clip to score."""
-
     image: str
     """A path, or a reference that `visalign.data.sets.image_references.resolve_image` reads; a folder where
     `numbered_frames` finds a clip in it."""

@@ -61,7 +61,6 @@ class ScoreLog:
         return self._entries.get(key)
 
     def add(self, entries: Mapping[str, Any]) -> None:
-        """Write entries and flush them to the system."""
         self._entries |= {key: entry for key, entry in entries.items() if entry.value is not None}
         if self._file is not None:
             for key, entry in entries.items():
@@ -69,7 +68,6 @@ class ScoreLog:
             self._file.flush()
 
     def close(self) -> None:
-        """Close the file; entries can still be read."""
         self._file = None
         self._open.close()
 

@@ -55,8 +55,6 @@ class Worker:
 
 @dataclass(kw_only=True)
 class RayResult:
-    """Counts of a scoring with Ray."""
-
     before: int = 0  # Files of scores from an earlier run
     files: int = 0  # Files of scores that were written
     rows: int = 0

@@ -34,8 +34,6 @@ MISSING = "no number in the column"  # Reason of a failure where scores are read
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreRow:
-    """Score of one image by one reward."""
-
     image: str  # Path as given, or as listed from a given folder; or a reference into a Parquet table
     reward: str
     value: float | None  # Score in `unit`; None where the image could not be scored

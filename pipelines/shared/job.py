@@ -23,6 +23,7 @@ from visalign.atomic import write_atomic
 from visalign.config import flatten
 from visalign.errors import UserError
 from visalign.evaluation import HeldoutResult, load_heldout, write_report, write_summary
+from visalign.evaluation.pages.report import summary_json
 from visalign.evaluation.pages.wording import unchanged_note
 from visalign.model_files import read_object
 from visalign.signals import Stopped
@@ -41,7 +42,6 @@ from .run_folder import (
     claimed,
     record_end,
     resume_command,
-    summary_json,
     write_beginning,
     write_once,
 )

@@ -203,7 +203,6 @@ def _training(config: Mapping[str, Any], summary: Mapping[str, Any]) -> Iterator
 
 
 def check_name(name: str) -> None:
-    """Refuse a name that the hub would refuse."""
     if not re.fullmatch(r"([\w][\w.-]*/)?[\w][\w.-]*", name):
         raise UserError(f"The name on the hub is {name!r}. Give owner/name, such as me/my-lora.")
 

@@ -178,10 +178,3 @@ def check_place(path: Path) -> None:
 def pretty(result: Any) -> str:
     """Format a result as indented JSON; a number that is not finite is an error."""
     return json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def summary_json(summary: Any) -> str:
-    """Format a summary as indented JSON; a number that is not finite becomes null."""
-    from visalign.evaluation.pages.report import json_values
-
-    return json.dumps(json_values(summary), indent=2, allow_nan=False, ensure_ascii=False) + "\n"

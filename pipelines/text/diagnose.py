@@ -16,6 +16,7 @@ from torch import Tensor
 
 from visalign.errors import UserError
 from visalign.evaluation.heldout.correctness import finite_scores, verdict
+from visalign.evaluation.pages.report import summary_json
 from visalign.evaluation.statistics import two_policies
 from visalign.evaluation.statistics.diversity import starc_distance, support_metrics
 from visalign.evaluation.statistics.intervals import share_interval
@@ -25,7 +26,7 @@ from visalign.pipelines.shared.job import result_folder
 from visalign.pipelines.shared.parts import Records, evenly_spaced, no_loading_bars, run_device
 from visalign.pipelines.shared.places import place_of, say_places
 from visalign.pipelines.shared.reward_options import load_each
-from visalign.pipelines.shared.run_folder import resume_command, summary_json
+from visalign.pipelines.shared.run_folder import resume_command
 from visalign.rewards.catalogue import load_text_reward
 from visalign.seeds import sample_seed
 from visalign.text import Sampling, TextRollout

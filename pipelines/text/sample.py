@@ -20,6 +20,7 @@ from torch import Tensor
 from visalign.atomic import write_atomic
 from visalign.data.sets.prompt_files import TOOL_ANSWERS, demonstrations_jsonl
 from visalign.errors import UserError
+from visalign.evaluation.pages.report import summary_json
 from visalign.interfaces import Scores
 from visalign.model_files import read_object
 from visalign.pipelines.shared.parts import Records, check_routes, code_fingerprints, load_terms, name_key, run_device
@@ -29,7 +30,6 @@ from visalign.pipelines.shared.run_folder import (
     check_unchanged,
     claimed,
     fingerprint,
-    summary_json,
     write_beginning,
 )
 from visalign.pipelines.shared.sections import MachineConfig, RewardsConfig, RewardTerm

@@ -28,6 +28,7 @@ import torch
 from visalign.adapters.catalogue import edits_of
 from visalign.atomic import write_atomic
 from visalign.errors import UserError
+from visalign.evaluation.pages.report import summary_json
 from visalign.evaluation.pages.ugda_page import ugda_page
 from visalign.model_files import read_object
 from visalign.pipelines.collect.judge_votes import judge_votes
@@ -44,7 +45,6 @@ from visalign.pipelines.shared.run_folder import (
     RunSummary,
     check_unchanged,
     claimed,
-    summary_json,
     write_beginning,
     write_once,
 )

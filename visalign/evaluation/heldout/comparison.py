@@ -18,8 +18,6 @@ from .result import NEUTRAL, HeldoutResult
 
 @dataclass(frozen=True, kw_only=True)
 class AccuracyRow:
-    """Accuracy of a category or of all samples."""
-
     name: str
     before: Interval  # Share correct with its interval
     after: Interval
@@ -30,8 +28,6 @@ class AccuracyRow:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardRow:
-    """Mean of a reward over all samples."""
-
     name: str
     unit: str
     before: float

@@ -29,32 +29,19 @@ _FORMAT = "visalign held-out result 1"
 class HeldoutResult:
     """N = records × seeds samples, those of a record together; NaN and means without those that have no score."""
 
-    prompts: tuple[str, ...]
-    """[N]."""
-    tags: tuple[str, ...]
-    """[N] category of each prompt."""
-    seeds: NDArray[np.int64]
-    """[N] seed; with the prompt it fixes the starting noise."""
-    correct: NDArray[np.bool_]
-    """[N] verdict; False where `judged` is False."""
-    judged: NDArray[np.bool_]
-    """[N] True where there is a verdict."""
-    reasons: tuple[str, ...]
-    """[N] why wrong, or why there is no verdict; may be empty."""
-    scores: Mapping[str, NDArray[np.float32]]
-    """reward name -> [N], NaN where invalid."""
-    units: Mapping[str, str]
-    """reward name -> unit."""
-    higher_is_better: Mapping[str, bool]
-    """reward name -> direction."""
-    images: NDArray[np.uint8]
-    """[M, H, W, 3] images of the samples `image_index`, reduced when they are large."""
-    image_index: NDArray[np.int64]
-    """[M] ascending sample numbers."""
-    completions: tuple[str, ...] = ()
-    """[N] completions of a text policy; empty where the samples are images."""
-    sources: tuple[str, ...] = ()
-    """[N] identity of the images to edit, see `keys`; empty where no record has one."""
+    prompts: tuple[str, ...]  # [N]
+    tags: tuple[str, ...]  # [N] category of each prompt
+    seeds: NDArray[np.int64]  # [N] seed; with the prompt it fixes the starting noise
+    correct: NDArray[np.bool_]  # [N] verdict; False where `judged` is False
+    judged: NDArray[np.bool_]  # [N] True where there is a verdict
+    reasons: tuple[str, ...]  # [N] why wrong, or why there is no verdict; may be empty
+    scores: Mapping[str, NDArray[np.float32]]  # reward name -> [N], NaN where invalid
+    units: Mapping[str, str]  # reward name -> unit
+    higher_is_better: Mapping[str, bool]  # reward name -> direction
+    images: NDArray[np.uint8]  # [M, H, W, 3] images of the samples `image_index`, reduced when they are large
+    image_index: NDArray[np.int64]  # [M] ascending sample numbers
+    completions: tuple[str, ...] = ()  # [N] completions of a text policy; empty where the samples are images
+    sources: tuple[str, ...] = ()  # [N] identity of the images to edit, see `keys`; empty where no record has one
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -84,10 +71,8 @@ class HeldoutResult:
     @property
     def counts(self) -> dict[str, tuple[int, int]]:
         """tag -> (correct, judged), in order of appearance."""
-        counts: dict[str, tuple[int, int]] = dict.fromkeys(self.tags, (0, 0))
-        for tag, correct, judged in zip(self.tags, self.correct.tolist(), self.judged.tolist(), strict=True):
-            counts[tag] = (counts[tag][0] + correct, counts[tag][1] + judged)
-        return counts
+        rows = {tag: self.rows(tag) for tag in dict.fromkeys(self.tags)}
+        return {tag: (int(self.correct[row].sum()), int(self.judged[row].sum())) for tag, row in rows.items()}
 
     def changes(self, before: HeldoutResult, rows: Sequence[int], labels: Iterable[str]) -> dict[str, float]:
         """Return label -> mean change of a reward or of the "accuracy" in standard errors, > 0 better, paired (n ≥ 2).

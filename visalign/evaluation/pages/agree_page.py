@@ -69,7 +69,6 @@ def _facts(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def file_tables(result: Mapping[str, Any]) -> list[FileTable]:
-    """Build the table of every two rewards, for files."""
     rows = []
     for pair in result["pairs"]:
         numbers = [tuple(pair[kind][end] for end in ("estimate", "low", "high")) for kind in KINDS]

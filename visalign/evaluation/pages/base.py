@@ -229,7 +229,6 @@ def share(value: float | None, decimals: int = 1) -> str:
 
 
 def whole_percent(value: float | None) -> str:
-    """Format a share in whole percent."""
     return share(value, 0)
 
 
@@ -282,7 +281,6 @@ def rail(interval: Any, low: float, high: float, *, key: str = "estimate", side:
 
 
 def words(name: str) -> str:
-    """Write a key as words."""
     return name.replace("_", " ")
 
 

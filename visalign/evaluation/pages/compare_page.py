@@ -57,7 +57,6 @@ def file_tables(result: Mapping[str, Any]) -> list[FileTable]:
 
 
 def margin(judge: Mapping[str, Any]) -> str:
-    """Write by how much a reward prefers A."""
     if judge["difference"] is None:
         return "–"
     number = plain(judge["difference"])

@@ -29,10 +29,8 @@ class Curve:
     title: str
     unit: str
     meaning: str
-    from_zero: bool = False
-    """The y axis starts at zero."""
-    ends: tuple[str, ...] = ()
-    """Metrics that are the ends of the curve's interval."""
+    from_zero: bool = False  # The y axis starts at zero
+    ends: tuple[str, ...] = ()  # Metrics that are the ends of the curve's interval
 
     @property
     def percent(self) -> bool:
@@ -111,8 +109,6 @@ def known_curves(metrics: Sequence[Mapping[str, Any]]) -> tuple[Curve, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """Drawn curve."""
-
     curve: Curve
     svg: Markup
     note: str  # Smoothing and gaps, in words

@@ -20,8 +20,6 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
-    """Axes of a plot."""
-
     x: tuple[float, float]
     y: tuple[float, float]
     x_name: str

@@ -76,7 +76,6 @@ def _facts(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def file_tables(result: Mapping[str, Any]) -> list[FileTable]:
-    """Build a row per level of each probe, for files."""
     rows = []
     for probe in result["probes"]:
         for level in probe["levels"]:
@@ -101,7 +100,6 @@ def headline(result: Mapping[str, Any]) -> str:
 
 
 def unit_in_words(result: Mapping[str, Any]) -> str:
-    """Explain the unit of the responses."""
     reference, judge = result["reference"], result["judge"]
     size = f"{plain(reference['spread'])} {judge['unit']}"
     if judge["kind"] == "comparisons":

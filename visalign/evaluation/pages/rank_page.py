@@ -68,7 +68,6 @@ def file_tables(result: Mapping[str, Any]) -> list[FileTable]:
 
 
 def sentences(result: Mapping[str, Any]) -> list[str]:
-    """Summarise a ranking in sentences, for the page and the terminal."""
     placed = [row for row in result["images"] if row["place"] is not None]
     return [_calls(result), *_bias(result), *_best(result, placed)]
 

@@ -119,8 +119,12 @@ def write_summary(
         "config": config,
         "versions": versions,
     }
-    text = json.dumps(json_values(content), indent=2, allow_nan=False, ensure_ascii=False)
-    return write_atomic(path, (text + "\n").encode("utf-8"))
+    return write_atomic(path, summary_json(content))
+
+
+def summary_json(summary: Any) -> str:
+    """Format a summary as indented JSON; a number that is not finite becomes null."""
+    return json.dumps(json_values(summary), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
 
 
 def json_values(value: Any) -> Any:

@@ -40,8 +40,6 @@ CORRELATIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """Number of one reward in one row."""
-
     value: str
     ends: str = ""  # Ends of its interval, "low to high"; may be empty
     more: str = ""
@@ -62,8 +60,6 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Measure of every reward."""
-
     what: str
     cells: list[Cell]
     detail: str = ""
@@ -71,8 +67,6 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeTable:
-    """Table with a column per reward."""
-
     title: str  # Title of the table in a terminal, and of its first column on the page
     rows: list[Row]
     heading: str = ""  # Heading on the page
@@ -205,7 +199,6 @@ def _axis(rows: Sequence[Mapping[str, Any]], is_pairs: bool) -> dict[str, Any]:
 
 
 def sets_table(board: Mapping[str, Any]) -> JudgeTable:
-    """Build the table of a `leaderboard_of_sets`: mean, places, and a column per set."""
     is_pairs = board["kind"] == "preferences"
     form, rows = share if is_pairs else fixed, []
     for row in board["rows"]:
@@ -282,7 +275,6 @@ def _cell(number: Any, form: Callable[[Any], str], more: str = "", scale: float 
 
 
 def file_tables(result: Mapping[str, Any]) -> list[FileTable]:
-    """Build every table of an evaluation, for files."""
     names = [judge["judge"]["name"] for judge in result["judges"]]
     files = []
     for section, tables in evaluation_tables(result).items():

@@ -41,7 +41,6 @@ def headlines(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def sentences(result: Mapping[str, Any]) -> list[str]:
-    """Summarise the votes in sentences."""
     lines = [*models_line(result), "Alpha is 1 where all agree and 0 where they agree as often as by chance."]
     for entry in result["annotators"]:
         value, std = entry.get("reliability"), entry.get("reliability_std")
@@ -86,7 +85,6 @@ def progress_page(progress: Mapping[str, Any], *, vote_url: str, file: str) -> s
 
 
 def file_tables(result: Mapping[str, Any]) -> list[FileTable]:
-    """Build the table of voters, for files."""
     plain = ("name", "is_judge", "votes", "seconds")
     measured = ("rest", "repeats", "gold", "left_of_screen")
     numbers = ("ties", "reliability", "reliability_std", "side_bias", "agreement")

@@ -17,8 +17,6 @@ from .base import MISSING, change, duration, number, points, setting, share, spa
 
 @dataclass(frozen=True, kw_only=True)
 class SampleKind:
-    """Words for the samples of a model."""
-
     singular: str
     plural: str
     verb: str  # Participle for a prompt, such as "drawn"
@@ -43,7 +41,6 @@ COMPLETIONS = SampleKind(
 
 
 def kind_of(result: HeldoutResult) -> SampleKind:
-    """Return the kind of samples of an evaluation."""
     return COMPLETIONS if result.completions else IMAGES
 
 

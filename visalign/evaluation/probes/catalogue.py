@@ -60,8 +60,6 @@ class Sample:
 
 @dataclass(frozen=True)
 class Level:
-    """Strength or kind of a change."""
-
     label: str
     x: float | None = None  # Position on the response curve; None for kinds that have no order
 
@@ -145,12 +143,10 @@ EXAGGERATED: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
 
 
 def numbered(*values: float, form: str = "{:g}") -> tuple[Level, ...]:
-    """Make levels with a position."""
     return tuple(Level(form.format(value), value) for value in values)
 
 
 def kinds(*labels: str) -> tuple[Level, ...]:
-    """Make levels without an order."""
     return tuple(Level(label) for label in labels)
 
 

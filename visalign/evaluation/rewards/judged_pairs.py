@@ -23,14 +23,10 @@ Array = NDArray[np.float64]
 class IntervalSettings:
     """Settings of the bootstrap and of the reliability diagram."""
 
-    seed: int = 0
-    """Random seed."""
-    resamples: int = 1_000
-    """Bootstrap draws."""
-    level: float = 0.95
-    """Confidence level of the intervals."""
-    bins: int = 10
-    """Number of bins in the reliability diagram."""
+    seed: int = 0  # Random seed
+    resamples: int = 1_000  # Bootstrap draws
+    level: float = 0.95  # Confidence level of the intervals
+    bins: int = 10  # Number of bins in the reliability diagram
 
     def drawing(self) -> dict[str, Any]:
         """Return `generator` (fresh, so that numbers do not depend on order) and `resamples` for the bootstrap."""

@@ -41,10 +41,8 @@ class PairScores:
     unit: str
     margin: Array
     """[N] positive where it prefers the left: a difference of scores (turned where lower is better) or log-odds."""
-    reasons: tuple[str | None, ...]
-    """[N] why a pair has no score; None for the others."""
-    std: Array | None = None
-    """[N] standard deviation of the margin, where the reward gives one."""
+    reasons: tuple[str | None, ...]  # [N] why a pair has no score; None for the others
+    std: Array | None = None  # [N] standard deviation of the margin, where the reward gives one
     link: Link = "logistic"
     """How a margin becomes a probability: "own" log-odds of the reward, "logistic" for Bradley-Terry units,
     "probit" for other units with a std, "none" where the unit says nothing about odds."""

@@ -45,11 +45,9 @@ class QualityScores:
 
     name: str
     unit: str
-    value: Array
-    """[N]."""
+    value: Array  # [N]
     reasons: tuple[str | None, ...]
-    std: Array | None = None
-    """[N] in the same unit."""
+    std: Array | None = None  # [N] in the same unit
     higher_is_better: bool = True
 
     @property

@@ -39,10 +39,7 @@ PRIOR_RELIABILITY = 1.5
 
 @dataclass(frozen=True, kw_only=True)
 class AnnotatorFit:
-    """Fitted annotators and pairs."""
-
-    reliability: Array
-    """[A] γ: log-odds per standard deviation of difference; below 0 votes against the others."""
+    reliability: Array  # [A] γ: log-odds per standard deviation of difference; below 0 votes against the others
     reliability_std: Array  # [A] standard deviation of γ, from the curvature of the log-posterior
     side_bias: Array  # [A] c: log-odds for the image on the left of the screen
     agreement: Array  # [A] E|d|[σ(γ |d|)]: how often the annotator prefers the better image of such pairs; ½ is a coin
@@ -72,7 +69,6 @@ def fit_annotators(
         return torch.zeros(pairs, len(z), dtype=torch.float64).index_add(0, rows, log_prob) + log_weight
 
     def objective(params: Tensor) -> Tensor:
-        """Return the negative log-posterior."""
         gamma, c = params
         mean = gamma.mean()
         prior = (gamma - mean).square().sum() + (mean - PRIOR_RELIABILITY).square() + c.square().sum()

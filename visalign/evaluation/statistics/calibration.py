@@ -116,7 +116,6 @@ class Temperature:
     nll: float  # Mean NLL at T, in nats
 
     def apply(self, logit: ArrayLike) -> Array:
-        """Return scaled probabilities [N]."""
         return special.expit(np.asarray(logit, dtype=np.float64) / self.value)
 
 
@@ -152,7 +151,6 @@ class NoiseScaling:
     temperature: Temperature  # T, and the NLL reached
 
     def apply(self, logit: ArrayLike, std: ArrayLike) -> Array:
-        """Return scaled probabilities [N] of logits [N] with standard deviations [N]."""
         return self.temperature.apply(_damped(logit, std, self.share, self.median_std))
 
 

@@ -33,8 +33,7 @@ class Interval:
     estimate: float
     low: float = math.nan
     high: float = math.nan
-    level: float = 0.95
-    """Nominal coverage."""
+    level: float = 0.95  # Nominal coverage
 
     def __post_init__(self) -> None:
         if not 0 < self.level < 1:
