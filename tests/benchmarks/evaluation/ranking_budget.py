@@ -76,19 +76,36 @@ def simulated_odds(judge: Judge, size: int, seed: int) -> tuple[Tensor, Tensor]:
     return true, true[:, None] - true[None, :] + judge.bias + judge.noise * noise
 
 
+def both_orders(size: int) -> Tensor:
+    """Return each pair once, then each in the other order, [n(n - 1), 2]; the first half alternates its sides."""
+    pairs = group_pairs([0] * size, size)
+    once = torch.where((pairs.sum(1) % 2 == 1)[:, None], pairs.flip(1), pairs)
+    return torch.cat([once, once.flip(1)])
+
+
+def measures(score: Tensor, true: Tensor, twice: Tensor, prob: Tensor, answers: Tensor) -> dict[str, float]:
+    """Compare a budgeted order with the round robins and the truth; `prob` and `answers` [n(n - 1)] are of `twice`."""
+    half, size = len(twice) // 2, len(true)
+    full, both = win_rates(twice[:half], prob[:half], size), win_rates(twice, prob, size)
+    left, right = (true[twice[:, side]] for side in (0, 1))
+    clear = left != right
+    return {
+        "accuracy": float((answers == (left > right))[clear].double().mean()),
+        "swap": float((answers[:half] != answers[half:]).double().mean()),
+        "full": spearman(score, full),
+        "both": spearman(score, both),
+        "truth": spearman(score, true),
+        "full_truth": spearman(full, true),
+    }
+
+
 def simulate(judge: Judge, size: int, budget: float, method: Method, seed: int) -> dict[str, float]:
     """One group: the numbers of one row."""
     true, odds = simulated_odds(judge, size, seed)
     is_vote = judge.answers == "votes"
     prob = (odds > 0).double() if is_vote else odds.sigmoid()
     model: Model = "bradley_terry" if is_vote else "log_odds"
-
-    pairs = group_pairs([0] * size, size)
-    once = torch.where((pairs.sum(1) % 2 == 1)[:, None], pairs.flip(1), pairs)
-    twice = torch.cat([pairs, pairs.flip(1)])
-    full, both = (win_rates(p, prob[p[:, 0], p[:, 1]], size) for p in (once, twice))
-
-    calls = int(budget * len(pairs))
+    calls = int(budget * size * (size - 1) / 2)
     judged_pairs = torch.zeros(0, 2, dtype=torch.int64)
     fit = fit_ranking(judged_pairs, prob[judged_pairs[:, 0], judged_pairs[:, 1]], size, model=model)
     while len(judged_pairs) < calls:
@@ -96,17 +113,10 @@ def simulate(judge: Judge, size: int, budget: float, method: Method, seed: int) 
         judged_pairs = torch.cat([judged_pairs, new])
         fit = fit_ranking(judged_pairs, prob[judged_pairs[:, 0], judged_pairs[:, 1]], size, model=model)
     low, high = fit.interval(0.9)
-    off = ~torch.eye(size, dtype=torch.bool)
-    return {
-        "accuracy": float(((odds > 0) == (true[:, None] > true[None, :]))[off].double().mean()),
-        "swap": float(((odds > 0) == (odds.T < 0))[off].double().mean()),
-        "full": spearman(fit.score, full),
-        "both": spearman(fit.score, both),
-        "truth": spearman(fit.score, true),
-        "full_truth": spearman(full, true),
-        "cover": float(((low <= true) & (true <= high)).double().mean()),
-        "calls": float(len(judged_pairs)),
-    }
+    left, right = (twice := both_orders(size)).T
+    row = measures(fit.score, true, twice, prob[left, right], odds[left, right] > 0)
+    cover = float(((low <= true) & (true <= high)).double().mean())
+    return {**row, "cover": cover, "calls": float(len(judged_pairs))}
 
 
 def ask(name: str, size: int, budget: float, method: Method, seed: int) -> dict[str, float]:
@@ -121,23 +131,11 @@ def ask(name: str, size: int, budget: float, method: Method, seed: int) -> dict[
     ]
     true = torch.tensor([utility(scene, record) for scene in scenes]).double()
     images = torch.from_numpy(render_many(scenes)).permute(0, 3, 1, 2).float() / 255
-    pairs = group_pairs([0] * size, size)
-    once = torch.where((pairs.sum(1) % 2 == 1)[:, None], pairs.flip(1), pairs)
-    twice = torch.cat([once, once.flip(1)])
+    twice = both_orders(size)
     prob = judge.compare_pairs(images, twice, [record["prompt"]] * size).prob.double()
-    full, both = win_rates(once, prob[: len(once)], size), win_rates(twice, prob, size)
     ranking = rank(images, record["prompt"], judge, budget=budget, method=method)
-    answers, clear = prob > 0.5, true[twice[:, 0]] != true[twice[:, 1]]
-    return {
-        "accuracy": float((answers == (true[twice[:, 0]] > true[twice[:, 1]]))[clear].double().mean()),
-        "swap": float((answers[: len(once)] != answers[len(once) :]).double().mean()),
-        "full": spearman(ranking.score, full),
-        "both": spearman(ranking.score, both),
-        "truth": spearman(ranking.score, true),
-        "full_truth": spearman(full, true),
-        "cover": float("nan"),
-        "calls": float(ranking.calls),
-    }
+    row = measures(ranking.score, true, twice, prob, prob > 0.5)
+    return {**row, "cover": float("nan"), "calls": float(ranking.calls)}
 
 
 def peer(name: str, prob: Tensor, calls: int, seed: int) -> Tensor:
@@ -185,10 +183,10 @@ def compare_peers(groups: int, size: int, budget: float, seed: int) -> None:
     for judge in (j for j in JUDGES if j.answers == "votes"):
         rows: list[list[float]] = []
         for number in range(seed, seed + groups):
-            measures = simulate(judge, size, budget, "active", number)
+            row = simulate(judge, size, budget, "active", number)
             true, odds = simulated_odds(judge, size, number)
-            peers = [spearman(peer(n, odds.sigmoid(), int(measures["calls"]), number), true) for n in names[1:-1]]
-            rows.append([measures["accuracy"], measures["truth"], *peers, measures["full_truth"]])
+            peers = [spearman(peer(n, odds.sigmoid(), int(row["calls"]), number), true) for n in names[1:-1]]
+            rows.append([row["accuracy"], row["truth"], *peers, row["full_truth"]])
         mean = torch.tensor(rows).double().mean(0).tolist()
         print(f"| {mean[0]:.2f} | " + " | ".join(f"{value:.3f}" for value in mean[1:]) + " |", flush=True)
 

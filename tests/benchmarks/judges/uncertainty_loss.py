@@ -16,6 +16,7 @@ tells errors at equal lead no better than chance, or costs accuracy or likelihoo
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -25,9 +26,11 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from tests.support.benchmarks import argument_parser, quantile_text
 from visalign.core.preference.uncertainty import soft_clamp
 from visalign.data.shapes.preferences import ShapesPair, ShapesPreferences, annotator_noise
 from visalign.data.shapes.render import render
@@ -64,46 +67,26 @@ SPECK_NOISE, ANNOTATORS = 0.15, 9
 
 
 @torch.no_grad()
-def features_of(engine: VisionLanguageEngine, pairs: Examples, chunk: int = 50) -> tuple[Tensor, RewardBatch]:
-    """[2 N, D] hidden states (left images, then right ones), and the labels of the N pairs."""
-    shows, rating = engine.template("yes_no", YES_NO), engine.template("rating", RATING)
-    style = engine.template("checklist", YES_NO)
+def features_of(pairs: Examples, chunk: int = 50) -> FeaturePairs:
+    """Hidden states [2 N, D] of `shapes-vlm` (left images, then right ones) with the labels of the N pairs."""
+    engine = VisionLanguageEngine.from_pretrained("shapes-vlm", feature_bytes=1 << 20, max_tokens_per_batch=1 << 15)
+    questions = (("yes_no", YES_NO), ("rating", RATING), ("checklist", YES_NO))
+    templates = [engine.template(name, question) for name, question in questions]
+    fields = {"question": "Is the background textured?"}
     sides: tuple[list[Tensor], list[Tensor]] = ([], [])
     examples = []
     for start in range(0, len(pairs), chunk):
         part = [pairs[n] for n in range(start, min(start + chunk, len(pairs)))]
-        images, prompts = pair_images(part), [example.prompt for example in part] * 2
-        fields = {"question": "Is the background textured?"}
-        columns = [
-            engine.hidden(
-                template, [Query(images=[i], prompt=p, fields=fields) for i, p in zip(images, prompts, strict=True)]
-            )
-            for template in (shows, rating, style)
+        prompts = [example.prompt for example in part] * 2
+        queries = [
+            Query(images=[image], prompt=prompt, fields=fields)
+            for image, prompt in zip(pair_images(part), prompts, strict=True)
         ]
-        states = torch.cat([column.states for column in columns], 1)
+        states = torch.cat([engine.hidden(template, queries).states for template in templates], 1)
         for side, rows in zip(sides, states.split(len(part)), strict=True):
             side.append(rows)
         examples += [replace(example, images=()) for example in part]
-    return torch.cat([*sides[0], *sides[1]]), pair_batch(None, examples, heldout=True)
-
-
-def kept_features(engine: VisionLanguageEngine, pairs: Examples, file: Path | None) -> FeaturePairs:
-    """Features and labels of pairs, from a file that an earlier call left where there is one."""
-    if file is None or not file.is_file():
-        features, labels = features_of(engine, pairs)
-        assert labels.label is not None and labels.votes is not None and labels.clear is not None
-        tensors = {"features": features, "label": labels.label, "votes": labels.votes, "clear": labels.clear}
-        if file is not None:
-            save_file(tensors, file)
-    else:
-        tensors = load_file(file)
-    count = len(tensors["label"])
-    if count != len(pairs):
-        raise SystemExit(f"{file} holds {count} pairs, and {len(pairs)} are asked for; remove it.")
-    labels = RewardBatch(
-        inputs=None, size=count, label=tensors["label"], votes=tensors["votes"], clear=tensors["clear"]
-    )
-    return FeaturePairs(tensors["features"], labels)
+    return FeaturePairs(torch.cat([*sides[0], *sides[1]]), pair_batch(None, examples, heldout=True))
 
 
 class ClutteredPairs:
@@ -233,15 +216,14 @@ def train_head(task: str, train: FeaturePairs, epochs: float, lr: float, seed: i
     return judge
 
 
-def auroc_interval(score: Tensor, wrong: Tensor, stratum: Tensor, seed: int = 0) -> tuple[float, float, float]:
-    """AUROC with its 95 % bootstrap interval over pairs."""
-    rng = np.random.default_rng(seed)
+def auroc_text(score: Tensor, wrong: Tensor, stratum: Tensor) -> str:
+    """Write the AUROC with its 95 % bootstrap interval over pairs."""
+    rng = np.random.default_rng(0)
     draws = []
     for _ in range(DRAWS):
         rows = torch.from_numpy(rng.integers(len(score), size=len(score)))
         draws.append(auroc(score[rows], wrong[rows], stratum[rows]))
-    low, high = np.nanquantile(draws, [0.025, 0.975])
-    return auroc(score, wrong, stratum), float(low), float(high)
+    return quantile_text(auroc(score, wrong, stratum), draws, ".3f")
 
 
 def row_of(task: str, pairs: HeldoutPairs) -> str:
@@ -256,8 +238,7 @@ def row_of(task: str, pairs: HeldoutPairs) -> str:
     wrong = torch.sign(difference) != torch.sign(pairs.share[voted] - 0.5)
     cells.append(f"{measures['std_mean']:.3f}")
     for stratum in (torch.zeros(len(std)), lead_stratum(difference)):
-        middle, low, high = auroc_interval(std, wrong, stratum)
-        cells.append(f"{middle:.3f} ({low:.3f} to {high:.3f})")
+        cells.append(auroc_text(std, wrong, stratum))
     return f"| {LOSSES.get(task, task)} | {' | '.join(cells)} |"
 
 
@@ -312,13 +293,10 @@ def compare_labels(train: FeaturePairs, test: FeaturePairs, epochs: float, lr: f
 
 def compare_under_noise(options: argparse.Namespace) -> None:
     """A row per loss: means over seeds of data and heads, each seed's number in brackets."""
-    engine = VisionLanguageEngine.from_pretrained(options.model, feature_bytes=1 << 20)
     by_task: dict[str, list[dict[str, float]]] = {task: [] for task in LOSSES}
     for seed in options.seeds:
-        sets = []
-        for split, count in (("train", options.pairs), ("heldout", options.heldout)):
-            file = None if options.cache is None else options.cache / f"clutter_{seed}_{split}.safetensors"
-            sets.append(kept_features(engine, ClutteredPairs(seed, split).examples(count), file))
+        sizes = {"train": options.pairs, "heldout": options.heldout}
+        sets = [features_of(ClutteredPairs(seed, split).examples(size)) for split, size in sizes.items()]
         noise = ClutteredPairs(seed, "heldout").noise(options.heldout)
         for task in LOSSES:
             judge = train_head(task, sets[0], options.epochs, options.lr, seed)
@@ -355,27 +333,24 @@ def noise_measures(task: str, pairs: HeldoutPairs, noise: Tensor) -> dict[str, f
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Three losses for an uncertain judge.")
+    parser = argument_parser(__doc__)
     parser.add_argument("--pairs", type=int, default=20_000)
     parser.add_argument("--heldout", type=int, default=4_000)
     parser.add_argument("--epochs", type=float, default=20.0)
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--model", default="shapes-vlm")
     parser.add_argument("--judge", help="also measure this trained judge; with --pairs 0 it alone")
-    parser.add_argument("--cache", type=Path, help="folder that keeps the features")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--labels", action="store_true", help="compare ways of labelling, not losses")
     parser.add_argument("--clutter", action="store_true", help="votes whose noise can be seen: specks")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of --labels and --clutter")
     options = parser.parse_args()
     if options.clutter:
-        if options.cache is not None:
-            options.cache.mkdir(parents=True, exist_ok=True)
         compare_under_noise(options)
         return
     heldout = shapes_pairs(options.seed + 7, options.heldout, split="heldout")
     if options.labels:
-        compare_labels(*features(options, heldout), options.epochs, options.lr, options.seeds)
+        train = features_of(shapes_pairs(options.seed, options.pairs))
+        compare_labels(train, features_of(heldout), options.epochs, options.lr, options.seeds)
         return
     head = "accuracy, clear truth | accuracy, all | NLL | ECE | mean σ of a pair"
     print(
@@ -391,20 +366,9 @@ def main() -> None:
         compare_losses(options, heldout)
 
 
-def features(options: argparse.Namespace, heldout: Examples) -> tuple[FeaturePairs, FeaturePairs]:
-    """What the losses learn from, and what they are measured on."""
-    engine = VisionLanguageEngine.from_pretrained(options.model, feature_bytes=1 << 20, max_tokens_per_batch=1 << 15)
-    cache: list[Path | None] = [None, None]
-    if options.cache is not None:
-        options.cache.mkdir(parents=True, exist_ok=True)
-        cache = [options.cache / f"{name}.safetensors" for name in ("train", "heldout")]
-    train = kept_features(engine, shapes_pairs(options.seed, options.pairs), cache[0])
-    return train, kept_features(engine, heldout, cache[1])
-
-
 def compare_losses(options: argparse.Namespace, heldout: Examples) -> None:
     """A row per loss."""
-    train, test = features(options, heldout)
+    train, test = features_of(shapes_pairs(options.seed, options.pairs)), features_of(heldout)
     for task in LOSSES:
         judge = train_head(task, train, options.epochs, options.lr, options.seed)
         scored = score_pairs(judge, [test.rows(torch.arange(options.heldout))], TASKS[task])

@@ -6,9 +6,9 @@
     python -m pip install --no-deps --target PEERS "trl==1.16.*" "liger-kernel==0.8.5"
     PYTHONPATH=PEERS OMP_NUM_THREADS=1 python tests/benchmarks/text/fused_head.py
 
-Each variant runs in a process of its own, in turns; medians are printed. Work memory is the peak (VmHWM, on
-CUDA the allocator's) above what was there before and above the gradients that every variant returns. The loss
-is the policy gradient −Σ_n A_n r_n / N at ratio r = 1 over N = 4·T tokens.
+Each variant runs in a process of its own, in turns; medians are printed. Work memory is the peak (VmHWM) above what
+was there before and above the gradients that every variant returns. The loss is the policy gradient −Σ_n A_n r_n / N
+at ratio r = 1 over N = 4·T tokens.
 """
 
 from __future__ import annotations
@@ -108,22 +108,8 @@ def problem(options: argparse.Namespace, vocab: int, tokens: int, sparse: bool) 
     advantage = torch.linspace(-1, 1, SEQUENCES).repeat_interleave(tokens // SEQUENCES)
     if sparse:
         advantage = advantage * (torch.arange(tokens) % 5 == 0)
-    hidden, head = (x.to(options.device, dtype).requires_grad_() for x in (hidden, head))
-    return hidden, head, target.to(options.device), advantage.to(options.device)
-
-
-def memory(options: argparse.Namespace, which: str) -> float:
-    """Bytes: `VmRSS` now or `VmHWM` at the peak."""
-    if options.device == "cuda":
-        return torch.cuda.memory_allocated() if which == "VmRSS" else torch.cuda.max_memory_allocated()
-    return process_memory(which)
-
-
-def reset_peak(options: argparse.Namespace) -> None:
-    if options.device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    else:
-        Path("/proc/self/clear_refs").write_text("5")
+    hidden, head = (x.to(dtype).requires_grad_() for x in (hidden, head))
+    return hidden, head, target, advantage
 
 
 def child(options: argparse.Namespace) -> None:
@@ -140,16 +126,14 @@ def child(options: argparse.Namespace) -> None:
     data = problem(options, options.vocab[0], options.tokens, sparse)
     leaves = [x for x in data if x.requires_grad]
     gradients = sum(x.numel() * x.element_size() for x in leaves)
-    before = memory(options, "VmRSS")
+    before = process_memory("VmRSS")
     print(json.dumps({"ready": True}), flush=True)
     for _ in sys.stdin:
-        reset_peak(options)
+        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
         begun = (time.perf_counter(), time.process_time())
         loss(*data).backward()
-        if options.device == "cuda":
-            torch.cuda.synchronize()
         ended = (time.perf_counter(), time.process_time())
-        work = memory(options, "VmHWM") - before - gradients
+        work = process_memory("VmHWM") - before - gradients
         for leaf in leaves:
             leaf.grad = None
         print(json.dumps({"wall": ended[0] - begun[0], "cpu": ended[1] - begun[1], "work": work}), flush=True)
@@ -157,7 +141,7 @@ def child(options: argparse.Namespace) -> None:
 
 def start(options: argparse.Namespace, variant: str, vocab: int) -> subprocess.Popen[str]:
     command = [sys.executable, __file__, "--child", variant, "--vocab", str(vocab)]
-    for name in ("tokens", "hidden", "threads", "device", "dtype"):
+    for name in ("tokens", "hidden", "threads", "dtype"):
         command += [f"--{name}", str(getattr(options, name))]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -192,7 +176,7 @@ def measure(options: argparse.Namespace, vocab: int) -> dict[str, dict[str, floa
 def show(options: argparse.Namespace, vocab: int, rows: dict[str, dict[str, float]]) -> None:
     base = rows.get("naive")
     print(
-        f"\nN = {options.tokens}, H = {options.hidden}, V = {vocab}, {options.dtype}, {options.device}, "
+        f"\nN = {options.tokens}, H = {options.hidden}, V = {vocab}, {options.dtype}, "
         f"{options.threads} thread(s), torch {torch.__version__}, median of {options.repeats}"
     )
     print(f"{'':48}{'work MB':>9}{'naive /':>9}{'wall s':>9}{'/ naive':>9}{'cpu s':>9}{'/ naive':>9}")
@@ -237,7 +221,6 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=512, help="H")
     parser.add_argument("--repeats", type=int, default=5, help="rounds")
     parser.add_argument("--threads", type=int, default=1, help="threads of each process")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--child", choices=list(VARIANTS), help=argparse.SUPPRESS)
