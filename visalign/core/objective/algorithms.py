@@ -125,17 +125,11 @@ NAMED: dict[str, Objective] = {
     "copo": _variant(
         "COPO, arXiv 2508.04138 (γ = 20, ρ = 1.5 nats over answers; 0.2 over rewards, where those name none)",
         advantage="copo",
-        advantage_options={"gamma": 20.0},
     ),
-    "prl": _variant(
-        "PRL, arXiv 2601.10201 (η = 100); its advantages hold the KL",
-        advantage="prl",
-        advantage_options={"eta": 100.0, "block": 1},
-    ),
+    "prl": _variant("PRL, arXiv 2601.10201 (η = 100); its advantages hold the KL", advantage="prl"),
     "online_dpo": Objective(
         source="Online DPO, arXiv 2402.04792: best and worst of a group; exact with one update per iteration",
         advantage="online_dpo",
-        advantage_options={"beta": 0.1, "row": "sigmoid"},
         surrogate="reinforce",
         aggregation="seq_mean_token_sum",
     ),
@@ -143,7 +137,6 @@ NAMED: dict[str, Objective] = {
     "rank_bonus": _variant(
         "VERL, arXiv 2509.23808 (κ = 2, strides of 40 tokens, rate 0.3): ranks of hidden states",
         advantage="rank_bonus",
-        advantage_options={"kappa": 2.0, "stride": 40, "rate": 0.3},
     ),
     "rlfr": _variant(
         "RLFR, arXiv 2510.10201; its token rewards come from a latent flow, their returns are ours",
@@ -163,66 +156,41 @@ NAMED: dict[str, Objective] = {
         aggregation="token_mean",
     ),
     "empg": _variant(
-        "EMPG, arXiv 2509.09265 (k = k′ = 1, ζ = 0.1); the steps of a completion stand for turns",
-        advantage="empg",
-        advantage_options={"k": 1.0, "k_bonus": 1.0, "zeta": 0.1},
+        "EMPG, arXiv 2509.09265 (k = k′ = 1, ζ = 0.1); the steps of a completion stand for turns", advantage="empg"
     ),
-    "pear": _variant(
-        "PEAR, arXiv 2510.08026 (α = 1); rollout.separator ends the thinking",
-        advantage="pear",
-        advantage_options={"alpha": 1.0, "right_at": 1.0},
-    ),
-    "ares": _variant(
-        "ARES, arXiv 2510.08457 (quantile 0.95), its reward alone; the window is ours",
-        advantage="ares",
-        advantage_options={"window": 4, "quantile": 0.95, "right_at": 1.0},
-    ),
+    "pear": _variant("PEAR, arXiv 2510.08026 (α = 1); rollout.separator ends the thinking", advantage="pear"),
+    "ares": _variant("ARES, arXiv 2510.08457 (quantile 0.95), its reward alone; the window is ours", advantage="ares"),
     "perplexity": _variant(
-        "Deng et al., arXiv 2508.02260: low perplexity counts more; α is ours",
-        advantage="perplexity",
-        advantage_options={"alpha": 0.1},
+        "Deng et al., arXiv 2508.02260: low perplexity counts more; α is ours", advantage="perplexity"
     ),
-    "position": _variant(
-        "Deng et al., arXiv 2508.02260: late decisions count more; γ is ours",
-        advantage="position",
-        advantage_options={"gamma": 0.1},
-    ),
+    "position": _variant("Deng et al., arXiv 2508.02260: late decisions count more; γ is ours", advantage="position"),
     "siren": _variant(
         "SIREN, arXiv 2509.25133 (p = 0.8, β = 0.005): anchored entropy of the nucleus at peak tokens",
         entropy=0.005,
         entropy_term="siren",
-        entropy_term_options={"p": 0.8, "quantile": 0.8},
     ),
     "epo": _variant(
         "EPO, arXiv 2509.22576 (κ 0.8 and 1.2, λ_s 0.1; c is ours), its smoothing as a hinge",
         entropy=0.001,
         entropy_term="epo",
-        entropy_term_options={"low": 0.8, "high": 1.2, "smoothing": 0.1},
     ),
     "tea": _token_variant(
-        "TEA in Light-IF, arXiv 2508.03178; τ, λ and the cap are a third party's",
-        entropy=0.05,
-        entropy_term="tea",
-        entropy_term_options={"tau": 1.0, "cap": 100.0},
+        "TEA in Light-IF, arXiv 2508.03178; τ, λ and the cap are a third party's", entropy=0.05, entropy_term="tea"
     ),
     "par": _variant(
         "PAR, arXiv 2502.18770 (k = 1, one completion of the reference, KL 0.005)",
         advantage="par",
-        advantage_options={"k": 1.0, "references": 1},
         kl=0.005,
     ),
     "likelihood": _variant(
         "Likelihood-based reward designs, arXiv 2602.03979; without the gradient of the value itself",
         advantage="likelihood",
-        advantage_options={"kind": "log_prob"},
     ),
     "jepo": _variant(
         "JEPO, leave-one-out, in arXiv 2602.03979; without the gradient of the bound itself", advantage="jepo"
     ),
     "riskpo": _variant(
-        "RiskPO, arXiv 2510.00911 (bundles of 5, levels 0.2 and 0.8, ω = 1.5, η = 0.1)",
-        advantage="riskpo",
-        advantage_options={"bundle": 5, "level_down": 0.2, "level_up": 0.8, "tail_weight": 1.5},
+        "RiskPO, arXiv 2510.00911 (bundles of 5, levels 0.2 and 0.8, ω = 1.5, η = 0.1)", advantage="riskpo"
     ),
     "dapo": _token_variant(
         "Yu et al., arXiv 2503.14476, eq. 8 and 10, averaged as its code does",
@@ -293,42 +261,29 @@ NAMED: dict[str, Objective] = {
     "aepo": _token_variant(
         "AEPO, arXiv 2510.14545: the gradient-keeping clip and the entropy-aware advantage (a = 0.2)",
         advantage="entropy_aware",
-        advantage_options={"a": 0.2},
         surrogate="gradient_keeping_clip",
     ),
     "top_entropy": _token_variant(
         "Wang et al., arXiv 2506.01939: DAPO on a fifth of the tokens",
         surrogate_options={"eps_low": 0.2, "eps_high": 0.28},
         selection="top_entropy",
-        selection_options={"fraction": 0.2},
     ),
-    "clip_cov": _token_variant(
-        "Cui et al., arXiv 2505.22617, section 4",
-        selection="clip_cov",
-        selection_options={"ratio": 2e-4, "cov_low": 1.0, "cov_high": 5.0},
-    ),
+    "clip_cov": _token_variant("Cui et al., arXiv 2505.22617, section 4", selection="clip_cov"),
     "kl_cov": _token_variant(
         "Cui et al., arXiv 2505.22617, section 4: no clip, a penalty on the highest covariances",
         surrogate_options={"eps_low": 1.0, "eps_high": float("inf")},
         selection="kl_cov",
-        selection_options={"ratio": 2e-3, "coefficient": 1.0},
     ),
-    "clip_b": _token_variant(
-        "Entropy Dynamics in RFT, arXiv 2602.03392, Clip_B (μ = 2.5)",
-        selection="clip_b",
-        selection_options={"mu": 2.5},
-    ),
+    "clip_b": _token_variant("Entropy Dynamics in RFT, arXiv 2602.03392, Clip_B (μ = 2.5)", selection="clip_b"),
     "clip_v": _token_variant(
         "Entropy Dynamics in RFT, arXiv 2602.03392, Clip_V (μ = 8.5, 1e-4 of a step's tokens at most: "
         "none of fewer than 10,000)",
         selection="clip_v",
-        selection_options={"mu": 8.5, "max_fraction": 1e-4},
     ),
     "steer": _token_variant(
         "STEER, arXiv 2510.10150 (weights 0.8 to 1.2), under its dual clip at 10",
         surrogate_options={**_CLIP, "dual_clip": 10.0},
         selection="steer",
-        selection_options={"w_min": 0.8, "w_max": 1.2},
     ),
     "entrocraft": _variant(
         "Entrocraft, arXiv 2604.26326: target entropy 0.6 to 0.4 nats; width and pace are ours",
@@ -373,7 +328,7 @@ NAMED: dict[str, Objective] = {
         kl=0.0,
     ),
 }
-"""Name -> objective. The numbers are the papers' defaults, or the usual ones where a paper gives none."""
+"""Name -> objective; options that a row leaves out are its stage's. Where a paper gives no number: the usual one."""
 
 
 def named_objective(name: str, **changes: Any) -> Objective:
