@@ -35,9 +35,9 @@ from tests.support.models.published_layouts import (
     head,
     mps_layers,
     open_clip_vit,
+    random_state,
     save_pickled_module,
     transformers_clip,
-    weights,
 )
 from tests.support.models.vision_language import TEMPLATE, tiny_seeing_model, tiny_seeing_tokenizer
 from visalign.rewards.chat.unified_reward import Mode
@@ -64,7 +64,7 @@ def images() -> list[Image.Image]:
 
 def _clip_folder(folder: Path, seed: int, *, config: bool = True) -> Path:
     folder.mkdir(parents=True)
-    torch.save(weights(transformers_clip(**LARGE), seed), folder / "pytorch_model.bin")
+    torch.save(random_state(transformers_clip(**LARGE), seed), folder / "pytorch_model.bin")
     if config:
         (folder / "config.json").write_text(json.dumps(tiny_clip_config(VOCABULARY, 2)))
     return folder
@@ -162,7 +162,7 @@ def hp(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
     path = _clip_folder(folder / "hp" / "hp_backbone", 3)
     file = folder / "hp" / "hp_scorer" / "mlp_pytorch_model.bin"
     file.parent.mkdir()
-    torch.save(weights(head(16, WIDTHS[1:]), 4), file)
+    torch.save(random_state(head(16, WIDTHS[1:]), 4), file)
 
     def official() -> Tensor:
         layers = _layers(WIDTHS, PLACES, torch.load(file, weights_only=True))
@@ -176,7 +176,7 @@ def laion_aesthetic(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
     from visalign.rewards.scorers.laion_aesthetic import LaionAesthetic
 
     path = _clip_folder(folder / "laion", 5)
-    torch.save(weights(head(16, WIDTHS[1:]), 6), path / "head.pth")
+    torch.save(random_state(head(16, WIDTHS[1:]), 6), path / "head.pth")
 
     def official() -> Tensor:
         layers = _layers(WIDTHS, PLACES, torch.load(path / "head.pth", weights_only=True))
@@ -195,7 +195,7 @@ def hps_v2(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
     sizes: dict[str, Any] = {"text": (32, 128, 1), "vision": (32, 128, 1), "embed": 16, "context": 16}
     sizes |= {"vocabulary": VOCABULARY, "patch": 8, "image": SIDE}
     file = folder / FILES["2.1"]
-    torch.save({"epoch": 1, "state_dict": weights(open_clip_vit(**sizes), 7)}, file)
+    torch.save({"epoch": 1, "state_dict": random_state(open_clip_vit(**sizes), 7)}, file)
 
     def official() -> Tensor:
         if "HPSV2_CODE" not in os.environ:
@@ -224,7 +224,7 @@ def _seeing(folder: Path, seed: int, **changes: Any) -> tuple[Any, Any]:
 
     model = tiny_seeing_model(max_position_embeddings=8192, **changes)
     shapes = {key: tuple(value.shape) for key, value in model.state_dict().items() if key != "lm_head.weight"}
-    model.load_state_dict(weights(shapes, seed), strict=False)
+    model.load_state_dict(random_state(shapes, seed), strict=False)
     model.tie_weights()
     size: Any = {"shortest_edge": 64, "longest_edge": 4096}
     processor = Qwen2VLProcessor(
@@ -305,8 +305,8 @@ def mps(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
     """
     from visalign.rewards.scorers.mps import OVERALL, Mps
 
-    state = {f"model.{k}": v for k, v in weights(transformers_clip(**LARGE), 16).items()}
-    state |= weights(mps_layers(16, 8, 2, layers=2), 17)
+    state = {f"model.{k}": v for k, v in random_state(transformers_clip(**LARGE), 16).items()}
+    state |= random_state(mps_layers(16, 8, 2, layers=2), 17)
     (folder / "config.json").write_text(json.dumps(tiny_clip_config(VOCABULARY, 2)))
     file = folder / "MPS_overall_checkpoint.pth"
     save_pickled_module(state, file)
@@ -357,7 +357,7 @@ def image_reward(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
     layout = published_layouts.image_reward(
         text=(width, 64, 2), vision=(24, 96, 2), vocabulary=vocabulary, context=40, patch=8, image=SIDE
     )
-    torch.save(weights(layout, 18), folder / "ImageReward.pt")
+    torch.save(random_state(layout, 18), folder / "ImageReward.pt")
     med = {"architectures": ["BertModel"], "hidden_size": width, "intermediate_size": 64}
     med |= {"num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 40}
     med |= {"vocab_size": vocabulary, "add_cross_attention": True, "layer_norm_eps": 1e-12}
@@ -406,8 +406,8 @@ def unified_reward(folder: Path, *, mode: Mode) -> tuple[Any, Callable[[], Tenso
     model: Any = tiny_seeing_model("qwen2_5_vl", vocab_size=first + NUMBERS, max_position_embeddings=8192)
     model.config.tie_word_embeddings = model.config.text_config.tie_word_embeddings = False
     model.lm_head = nn.Linear(32, first + NUMBERS, bias=False)
-    state = weights({key: tuple(value.shape) for key, value in model.state_dict().items()}, 34)
-    rows = weights({"answers": (NUMBERS, 32), "end": (32,)}, 20)
+    state = random_state({key: tuple(value.shape) for key, value in model.state_dict().items()}, 34)
+    rows = random_state({"answers": (NUMBERS, 32), "end": (32,)}, 20)
     state["lm_head.weight"] = torch.zeros(first + NUMBERS, 32)
     state["lm_head.weight"][first:] = rows["answers"]
     state["lm_head.weight"][end] = F.normalize(rows["end"], dim=0) * 1.2

@@ -24,7 +24,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from tests.support.models.published_layouts import weights
+from tests.support.models.published_layouts import random_state
 from tests.support.models.vision_language import SPECIAL
 from visalign.rewards.vlm.published import published_prompt
 
@@ -113,7 +113,7 @@ def video_align(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
     state["lm_head.weight"] = state["model.embed_tokens.weight"]
     lora: dict[str, Any] = {"lora_enable": True, "lora_r": 4, "lora_alpha": 8, "use_rslora": False}
     peft: dict[str, Tensor] = {
-        "base_model.model.rm_head.weight": weights({"rm_head.weight": (1, 32)}, 18).popitem()[1]
+        "base_model.model.rm_head.weight": random_state({"rm_head.weight": (1, 32)}, 18).popitem()[1]
     }
     for key, value in state.items():
         name, _, kind = f"base_model.model.{key}".rpartition(".")
@@ -123,7 +123,7 @@ def video_align(folder: Path) -> tuple[Any, Callable[[], Tensor]]:
         peft[f"{name}.base_layer.{kind}"] = value
         if kind == "weight":
             shapes = {"A": (lora["lora_r"], value.shape[1]), "B": (len(value), lora["lora_r"])}
-            halves = weights(
+            halves = random_state(
                 {f"{name}.lora_{half}.default.weight": shape for half, shape in shapes.items()}, len(peft)
             )
             peft |= {half: 0.2 * matrix for half, matrix in halves.items()}
@@ -193,7 +193,7 @@ def _write_base(base: Path, kind: str, tokens: list[str], seed: int) -> dict[str
     read.text_config.vocab_size = size + len(tokens)
     with torch.device("meta"):
         shapes = AutoModelForImageTextToText.from_config(read).state_dict()
-    return weights({key: tuple(shapes[key].shape) for key in sorted(shapes)}, seed)
+    return random_state({key: tuple(shapes[key].shape) for key in sorted(shapes)}, seed)
 
 
 _ARCHITECTURES = {"qwen2_vl": "Qwen2VLForConditionalGeneration", "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration"}
@@ -227,4 +227,4 @@ def _old_names(state: dict[str, Tensor]) -> dict[str, Tensor]:
 def _ranknet_head(prefix: str, seed: int) -> dict[str, Tensor]:
     layers = {0: nn.Linear(32, 1024), 3: nn.Linear(1024, 16), 5: nn.Linear(16, 2)}
     shapes = {f"{prefix}{n}.{k}": tuple(v.shape) for n, layer in layers.items() for k, v in layer.state_dict().items()}
-    return weights(shapes, seed)
+    return random_state(shapes, seed)

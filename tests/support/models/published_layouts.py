@@ -167,20 +167,6 @@ def image_reward(
     return shapes | head(width, widths, prefix="mlp.")
 
 
-def random_state(shapes: Mapping[str, tuple[int, ...]], seed: int = 0, scale: float = 0.2) -> dict[str, Tensor]:
-    """Weights for these shapes: norms near 1, position_ids as they are, the rest N(0, scale²)."""
-    generator = torch.Generator().manual_seed(seed)
-    state: dict[str, Tensor] = {}
-    for key, shape in shapes.items():
-        if key.endswith("position_ids"):
-            state[key] = torch.arange(shape[1])[None]
-            continue
-        noise = torch.randn(shape, generator=generator) * scale
-        is_norm = key.endswith("weight") and len(shape) == 1
-        state[key] = 1 + noise if is_norm else (torch.tensor(4.6) if key == "logit_scale" else noise)
-    return state
-
-
 CLIP_H14 = {
     "text": (1024, 4096, 24),
     "vision": (1280, 5120, 32),
@@ -246,8 +232,8 @@ def mps_layers(width: int, head: int, heads: int, *, layers: int) -> dict[str, t
     return shapes
 
 
-def weights(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
-    """Norms near 1, the rest N(0, 0.04), from numpy."""
+def random_state(shapes: Mapping[str, tuple[int, ...]], seed: int = 0) -> dict[str, Tensor]:
+    """Norms near 1, position_ids as they are, the rest N(0, 0.04), from numpy: the same everywhere."""
     random, state = np.random.default_rng(seed), {}
     for key, shape in shapes.items():
         if key.endswith("position_ids"):
