@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from visalign.errors import UserError
 
-from .image_references import TEXT, file_and_place, missing_files
+from .image_references import TEXT, file_and_position, missing_files
 from .ratings import UNKNOWN_AGREEMENT, describe_ratings
 from .records import PreferencePair, PreferenceSet, QualitySet
 from .tables import listed
@@ -223,12 +223,12 @@ def _file_state(reference: str) -> tuple[Hashable, int | None]:
     """(identity of the image's file and its place in it, bytes of a file that holds this image alone)."""
     if reference.startswith(TEXT):
         return reference, None
-    path, place = file_and_place(reference)
+    path, position = file_and_position(reference)
     try:
         stat = os.stat(path)
     except OSError:  # a URL, an image of the shapes world, or a set of scores without its images
         return reference, None
-    return (stat.st_dev, stat.st_ino, place), None if place else stat.st_size
+    return (stat.st_dev, stat.st_ino, position), None if position else stat.st_size
 
 
 def _digest(path: str) -> bytes:

@@ -91,7 +91,7 @@ def absolute_reference(image: str, folder: Path = Path()) -> str:
 
 def missing_files(references: list[str]) -> list[str]:
     """List the files of these references that do not exist, each once, in the order given."""
-    paths = [file_and_place(reference)[0] for reference in references if not reference.startswith((SHAPES, TEXT))]
+    paths = [file_and_position(reference)[0] for reference in references if not reference.startswith((SHAPES, TEXT))]
     return [path for path in dict.fromkeys(paths) if path and not Path(path).is_file()]
 
 
@@ -105,11 +105,11 @@ def open_bytes(content: bytes, name: str) -> Image.Image:
 
 def image_bytes(reference: str) -> bytes:
     """Return the content of an image's file; of an image of the shapes world its reference."""
-    path, place = file_and_place(reference)
+    path, position = file_and_position(reference)
     if reference.startswith(PARQUET):
-        return _parquet_bytes(path, *place.rsplit("#", 1))
+        return _parquet_bytes(path, *position.rsplit("#", 1))
     if reference.startswith(TAR):
-        start, size = tar_members(path)[place]
+        start, size = tar_members(path)[position]
         with open(path, "rb") as file:  # TarFile itself is not for several threads
             file.seek(start)
             return file.read(size)
@@ -128,13 +128,13 @@ def _parquet_bytes(path: str, column: str, row: str = "") -> bytes:
     return content
 
 
-def file_and_place(reference: str) -> tuple[str, str]:
-    """Split a reference into its file and the place in it, COLUMN#ROW or a member, which may have "#" in its name."""
+def file_and_position(reference: str) -> tuple[str, str]:
+    """Split a reference into its file and the position in it: COLUMN#ROW, or a member, whose name may have "#"."""
     if reference.startswith(TAR):
         path, _, member = reference.removeprefix(TAR).partition(".tar#")
         return f"{path}.tar", member
-    path, *place = reference.removeprefix(PARQUET).rsplit("#", 2) if reference.startswith(PARQUET) else [reference]
-    return path, "#".join(place)
+    path, *position = reference.removeprefix(PARQUET).rsplit("#", 2) if reference.startswith(PARQUET) else [reference]
+    return path, "#".join(position)
 
 
 @lru_cache(maxsize=64)
