@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from visalign.interfaces import Metadata, Scores
 from visalign.rewards.base.contract import check_choices, read_request
-from visalign.rewards.reading.ratings import all_aspects, aspect_mean, final_score, listed_scores
+from visalign.rewards.reading.ratings import all_aspects, final_score, listed_scores
 from visalign.rewards.vlm.published import published_prompt
 from visalign.rewards.vlm.template import question
 
@@ -24,7 +24,7 @@ Mode = Literal["aspects", "final", "edit_following", "edit_quality"]
 
 def _read_aspects(reply: Reply) -> dict[str, float]:
     scores = all_aspects(reply.text)
-    return {"value": aspect_mean(scores)[0], **scores}
+    return {"value": sum(scores.values()) / len(scores), **scores}
 
 
 def _read_final(reply: Reply) -> dict[str, float]:

@@ -33,8 +33,6 @@ _ASPECT = re.compile(
     rf"(?P<name>Alignment|Coherence|Style)\s+Score\s*+(?:\(1-5\))?[\s*_]*+:[\s*_]*+(?P<number>{NUMBER}){_END}",
     re.IGNORECASE,
 )
-_PUBLISHED_ASPECT = re.compile(rf"(?P<name>Alignment|Coherence|Style) Score \(1-5\):\s*(?P<number>{NUMBER})")
-_TAG = re.compile(r"<Score>\s*(\d+)\s*</Score>")
 _LABEL = re.compile(r"(?<![\w-])(Good|Normal|Bad)(?![\w-])")
 _NOT = r"(?:\b(?:not|never|nor|neither|no|hardly|scarcely|barely|without|cannot)\b|n['’]t\b)"
 _SAYS = (
@@ -63,55 +61,14 @@ def final_score(text: str) -> float:
     return check_range(_one("Final Score", [float(match["number"]) for match in matches]), 1, 5)
 
 
-def aspect_scores(
-    text: str, *, published_form: bool = False, limits: tuple[float, float] | None = (1.0, 5.0), lenient: bool = False
-) -> dict[str, float]:
-    """Read UnifiedReward's scores for alignment, coherence and style, as many as the text gives.
-
-    The published form is "Alignment Score (1-5): n" only; otherwise the scale may be missing and the case may differ.
-    `lenient` reads as verl-omni: of an aspect given twice the last number counts, and where none is named (and the
-    published form is not asked for) the first three numbers are taken for the three.
-    """
-    by_name: dict[str, list[float]] = {}
-    matches = _PUBLISHED_ASPECT.finditer(text) if published_form else _ASPECT.finditer(without_emphasis(text))
-    for match in matches:
-        by_name.setdefault(match["name"].lower(), []).append(float(match["number"]))
-    if lenient and not published_form and not by_name:
-        numbers = re.findall(NUMBER, text)
-        if len(numbers) >= 3:
-            by_name = {name: [float(number)] for name, number in zip(ASPECTS, numbers, strict=False)}
-    scores = {name: values[-1] if lenient else _one(name, values) for name, values in by_name.items()}
-    if limits is not None:
-        for value in scores.values():
-            check_range(value, *limits)
-    return scores
-
-
 def all_aspects(text: str) -> dict[str, float]:
-    """`aspect_scores` with all three present."""
-    scores = aspect_scores(text)
-    if missing := [name for name in ASPECTS if name not in scores]:
+    """Read UnifiedReward's scores for alignment, coherence and style; the scale "(1-5)" and the case may differ."""
+    by_name: dict[str, list[float]] = {}
+    for match in _ASPECT.finditer(without_emphasis(text)):
+        by_name.setdefault(match["name"].lower(), []).append(float(match["number"]))
+    if missing := [name for name in ASPECTS if name not in by_name]:
         raise AnswerError(f"the judge's text gives no score for {', '.join(missing)}")
-    return {name: scores[name] for name in ASPECTS}
-
-
-def aspect_mean(scores: Mapping[str, float]) -> tuple[float, float]:
-    """(mean, mean clipped to [1, 5] and mapped to [0, 1]) of the aspects given."""
-    if not scores:
-        raise AnswerError("the judge's text names no aspect")
-    mean = math.fsum(scores.values()) / len(scores)
-    return mean, (min(max(mean, 1.0), 5.0) - 1.0) / 4.0
-
-
-def tagged_score(text: str, *, low: float = 1, high: float = 5, first: bool = False) -> float:
-    """Read the whole number in <Score>n</Score>, the form that flow_grpo asks a general model for.
-
-    Two different numbers are no score; with `first` the first counts, as at the peer.
-    """
-    ratings = [float(number) for number in _TAG.findall(without_emphasis(text))]
-    if not ratings:
-        raise AnswerError("the judge's text has no <Score> with a whole number")
-    return check_range(ratings[0] if first else _one("<Score>", ratings), low, high)
+    return {name: check_range(_one(name, by_name[name]), 1, 5) for name in ASPECTS}
 
 
 def quality_score(text: str, *, low: float = 1.0, high: float = 5.0) -> float:

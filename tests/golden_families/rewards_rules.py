@@ -17,22 +17,15 @@ from visalign.rewards.hpsv3.loading import current_key
 from visalign.rewards.questions.checklist import ChecklistRule
 from visalign.rewards.reading.numbers import AnswerError
 from visalign.rewards.reading.ratings import (
-    ASPECTS,
     LIFT_VALUES,
-    aspect_mean,
-    aspect_scores,
     final_score,
     lift_label,
     quality_score,
     rational_mean,
     rational_scores,
-    tagged_score,
 )
 from visalign.rewards.reading.verdicts import flex_answer, verdict
 from visalign.vision.patches import smart_resize
-
-UP_TO_SIX = (0.0, math.nextafter(6.0, 0.0))
-"""Pref-GRPO's pattern takes a first digit of 0 to 5 with any decimals."""
 
 
 def _or(read: Callable[[], Any], failure: Any) -> Any:
@@ -76,32 +69,8 @@ def _checklist(case: Any) -> Outputs:
 
 
 def _unified(case: Any) -> Outputs:
-    """The record holds peers' numbers alone."""
-    texts = _texts(case)
-    verl = [aspect_scores(text, limits=None, lenient=True) for text in texts]
-    means = [_or(lambda scores=scores: aspect_mean(scores), (0.0, 0.0)) for scores in verl]
-    published = [aspect_scores(text, published_form=True, limits=None, lenient=True) for text in texts]
-    return {
-        "outputs_peer": {
-            "verl_omni_scores": verl,
-            "verl_omni_normalised": [normalised for _, normalised in means],
-            "verl_omni_raw": [raw for raw, _ in means],
-            "pref_grpo_dims": {name.title(): _filled([row.get(name) for row in published]) for name in ASPECTS},
-            "flow_grpo_final": [_or(lambda t=t: final_score(t), 0.0) for t in texts],
-            "flow_grpo_qwen": [
-                _or(lambda t=t: tagged_score(t, low=0, high=math.inf, first=True) / 5, 0.0) for t in texts
-            ],
-        }
-    }
-
-
-def _filled(column: list[float | None]) -> list[float]:
-    """Pref-GRPO's column of an aspect: the mean of the readable scores where one is missing."""
-    low, high = UP_TO_SIX
-    in_range = [score if score is not None and low <= score <= high else None for score in column]
-    readable = [score for score in in_range if score is not None]
-    mean = sum(readable) / len(readable) if readable else 0.0
-    return [mean if score is None else score for score in in_range]
+    """The record holds peers' numbers alone; those of verl-omni and Pref-GRPO guess where an aspect is missing."""
+    return {"outputs_peer": {"flow_grpo_final": [_or(lambda t=t: final_score(t), 0.0) for t in _texts(case)]}}
 
 
 def _lift(case: Any) -> Outputs:

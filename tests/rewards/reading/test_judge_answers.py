@@ -15,15 +15,12 @@ from visalign.rewards.questions.checklist import ChecklistRule
 from visalign.rewards.reading.numbers import AnswerError, statement
 from visalign.rewards.reading.ratings import (
     all_aspects,
-    aspect_mean,
-    aspect_scores,
     boxed_scores,
     final_score,
     lift_label,
     quality_score,
     rational_mean,
     rational_scores,
-    tagged_score,
 )
 from visalign.rewards.reading.verdicts import FlexAnswer, flex_answer, pair_scores, verdict
 
@@ -107,6 +104,7 @@ REFUSED = {
     ],
     all_aspects: [
         ("Alignment Score (1-5): 5", "no score for coherence, style"),
+        ("Alignment Score: 4\nCoherence Score: 3,5\nStyle Score: 3.5.1", "no score for coherence, style"),
         ("Alignment Score: 6\nCoherence Score: 3\nStyle Score: 2", "6 is outside"),
         ("Alignment Score: 4\nAlignment Score: 2\nCoherence Score: 3\nStyle Score: 2", "alignment twice: 4 and 2"),
     ],
@@ -138,21 +136,8 @@ def test_what_is_unclear_is_refused(read, text, reason):
 def test_aspects():
     text = "Alignment Score (1-5): 4\nCoherence Score (1-5): 3.5\nStyle Score (1-5): 2"
     assert all_aspects(text) == {"alignment": 4, "coherence": 3.5, "style": 2}
-    assert aspect_mean(all_aspects(text)) == pytest.approx((9.5 / 3, (9.5 / 3 - 1) / 4))
     assert all_aspects("style score: 2\nAlignment score: 4\n**Coherence Score** (1-5): 3")["coherence"] == 3
-    assert not any(map(aspect_scores, ("scores 4, 3, 2", "Style Score: 3,5", "Style Score: 3.5.1")))
     assert rational_scores("1. Text Faithfulness\nScore: 3,5\nScore: 4")["text_faithfulness"] == 4
-    assert aspect_scores("scores 4, 3, 2", lenient=True) == {"alignment": 4, "coherence": 3, "style": 2}
-    assert aspect_scores("Style Score: 2", published_form=True) == {}
-
-
-def test_tagged_score():
-    assert tagged_score("<Score>4</Score>") == 4
-    both = "<Score>4</Score> no, <Score>2</Score>"
-    assert tagged_score(both, first=True) == 4 and tagged_score("<Score>3</Score> <Score>3</Score>") == 3
-    for text, reason in (("<Score>4.5</Score>", "whole number"), ("<Score>6</Score>", "outside"), (both, "twice")):
-        with pytest.raises(AnswerError, match=reason):
-            tagged_score(text)
 
 
 def test_rational_rewards():

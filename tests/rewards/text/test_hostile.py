@@ -30,7 +30,7 @@ PIECES = (
 RUNS = ("score", "Image 1", "Alignment Score", "\\sqrt", "Final Score:", "Image 1 is very", "(1", "1 out")
 SPECIAL = ("", "\ud83d", "1e400", "[1e999, NaN]", '{"score": [1' + "0" * 1000 + ", 2]}", "1" + "0" * 5000)
 READERS: list[Any] = [
-    *(ratings.final_score, ratings.all_aspects, ratings.quality_score, ratings.tagged_score, ratings.decision),
+    *(ratings.final_score, ratings.all_aspects, ratings.quality_score, ratings.decision),
     *(ratings.lift_label, ratings.rational_scores, ratings.boxed_scores, ratings.listed_scores),
     *(verdicts.verdict, verdicts.pair_scores, verdicts.aspect_pair_scores, verdicts.flex_answer),
     lambda text: check_clause(text, 1) + check_clause("cat", text),
