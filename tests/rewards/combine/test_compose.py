@@ -248,7 +248,10 @@ def test_a_reward_gets_records_of_its_own():
     assert score_named(Greedy(), IMAGES, PROMPTS, records, name="greedy").value.tolist() == [2] * 4
     assert rank(IMAGES, "p", Greedy(), metadata=records[0]).valid.all()  # type: ignore[arg-type]
 
-    def greedy(images=(), completions=(), metadata=(), n=(), **_):
+    def greedy(prompts, images=None, completions=(), metadata=(), n=(), **_):
+        if isinstance(images, torch.Tensor):
+            images.zero_()
+        prompts.clear()
         for record, numbers in zip(metadata or [{}] * len(n), n, strict=True):
             record.get("include", [0]).clear()
             numbers.clear()
@@ -256,6 +259,7 @@ def test_a_reward_gets_records_of_its_own():
 
     FunctionReward(greedy).score(IMAGES, PROMPTS, records)
     TextFunctionReward(greedy).score(["a"] * len(PROMPTS), PROMPTS, records)
+    assert IMAGES.any() and len(PROMPTS) == 4
     assert records == [{"include": ["circle"], "n": [1], "lock": lock} for _ in PROMPTS]
 
 

@@ -165,32 +165,9 @@ class Base:
         return Scores(value=torch.ones(size), valid=torch.ones(size, dtype=torch.bool), unit="u")
 
 
-class Ranked(Base):
-    def score(self, completions, prompts, metadata=None):
-        scores = super().score(completions, prompts, metadata)
-        return Scores(value=torch.arange(len(scores)) / 10, valid=scores.valid, unit="u")
-
-
-class Changing(Base):
-    def score(self, completions, prompts, metadata=None):
-        scores = super().score(completions, prompts, metadata)
-        prompts.sort(reverse=True)
-        prompts[0] = "changed"
-        return scores
-
-
-class Unnamed:
-    unit, range, higher_is_better = "u", (1.0, 0.0), 1
-
-    def score(self, completions, prompts, metadata=None): ...
-
-
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        (Unnamed(), "it has no name: set it on the class"),
-        (Ranked(), "the scores do not follow the completions"),
-        (Changing(), "it changed the completions, prompts or metadata that it was given: work on copies"),
         (lambda completions: [1.0], "raised RewardError: Reward '<lambda>' returned 1 scores for 4"),
         (lambda completion: None, "it judged none of the completions"),
     ],
