@@ -81,8 +81,7 @@ def until_images(job: Job, images: int) -> Job:
     if not isinstance(rollout, RolloutSettings):
         pipelines = "flow_grpo, pref_grpo and sft_images"
         raise UserError(f"--images is for {pipelines}, and the pipeline here is {job.config.pipeline}. Leave it out.")
-    dynamic = job.config.dynamic
-    rounds = dynamic.max_rounds if dynamic.enabled else 1  # at most, as the plan counts them
+    rounds = job.config.dynamic.max_rounds if job.config.dynamic.enabled else 1  # at most, as the plan counts
     iterations = math.ceil(images / (rollout.prompts_per_iteration * rollout.group_size * rounds))
     if iterations > MOST_COUNTED:
         raise UserError(f"--images {images} takes {iterations} iterations, and a run has at most {MOST_COUNTED}.")

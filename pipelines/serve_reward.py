@@ -29,11 +29,12 @@ def serve_reward(
     max_pixels: int | None = None,
     max_connections: int = 256,
     on_ready: Callable[[Any], object] = lambda limits: None,
+    on_load: Callable[[Any], object] = id,
 ) -> None:
     """Serve a judge (`visalign.rewards.load_judge`) until interrupted; the command explains the options.
 
     Ctrl-C finishes what is being judged and refuses what waits with 503; a second one ends both. `on_ready` gets the
-    limits of requests (`visalign.rewards.serve.limits.limits_for`) when the server listens.
+    limits of requests (`visalign.rewards.serve.limits.limits_for`) when the server listens, `on_load` the judge.
     """
     token = _token(host, token_env)
     check_port_free(host, port)
@@ -45,7 +46,7 @@ def serve_reward(
     from visalign.rewards.serve.worker import JudgeWorker
 
     connections = connections_allowed(max_connections)
-    worker = JudgeWorker(name, options, threads=threads, on_load=partial(_say_place, name, options))
+    worker = JudgeWorker(name, options, threads=threads, on_load=on_load)
     try:
         chosen = {"timeout": timeout} | ({} if max_pixels is None else {"max_pixels": max_pixels})
         limits = limits_for(memory, connections=connections, **chosen)
@@ -56,12 +57,6 @@ def serve_reward(
         server.run()
     finally:
         worker.close()
-
-
-def _say_place(name: str, options: Mapping[str, Any] | None, judge: Any) -> None:
-    from .shared.places import place_of, say_places
-
-    say_places({name: place_of(judge, options)})
 
 
 def call_when_ready(server: Any, on_ready: Callable[[], object]) -> None:
@@ -118,7 +113,6 @@ def _token(host: str, token_env: str | None) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach an address."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

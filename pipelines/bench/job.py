@@ -64,17 +64,11 @@ def run_bench(
             time.sleep(POLL)  # until the first process has found the folder in order
         failed = [part for part in (output / PARTS).glob("*/*.npz") if path.is_file() and _has_failed(part)]
         if path.is_file():
-            scored_again = {
-                f"sides.{side.label}.files.{row.image}"  # may have been repaired
-                for k, side in enumerate(sides)
-                for part in failed
-                if part.parent.name == str(k)
-                for row in side.rows[int(part.stem) :][:part_size]
-            }
+            tried = [(side, int(part.stem)) for part in failed for side in sides[int(part.parent.name) :][:1]]
+            # an image that could not be scored may have been repaired
+            free = {f"sides.{s.label}.files.{row.image}" for s, n in tried for row in s.rows[n : n + part_size]}
             remedy = "Give the same models, suite, rewards and --batch-size to resume, or another --output."
-            check_same_config(
-                read_object(path), facts, free=scored_again, where=f"The bench in '{output}'", remedy=remedy
-            )
+            check_same_config(read_object(path), facts, free=free, where=f"The bench in '{output}'", remedy=remedy)
         elif set(os.listdir(output)) - {LOCK}:
             raise UserError(f"There is no bench in '{output}' to resume: it has no {SETTINGS}. Give another --output.")
         # the first process alone scores failed parts again: it would not wait for one that is there

@@ -37,7 +37,6 @@ class Suite:
 
 
 def suite_files() -> dict[str, Path]:
-    """Return name -> file of the packaged suites."""
     return {path.stem: path for path in sorted((assets_folder() / "suites").glob("*.yaml"))}
 
 

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -300,6 +301,7 @@ def serve_reward(
 ) -> None:
     """Serve a reward over HTTP. Clients use it as the reward `remote` with the option url."""
     from visalign.pipelines.serve_reward import serve_reward as serve
+    from visalign.pipelines.shared.places import say_place
     from visalign.pipelines.shared.reward_options import parse_options
 
     def ready(limits: Any) -> None:
@@ -310,7 +312,9 @@ def serve_reward(
     echo(f"Loading {reward}.", err=True)
     listening = {"host": host, "port": port, "token_env": token_env, "max_connections": max_connections}
     limits = {"max_batch": max_batch, "timeout": timeout, "memory": memory, "max_pixels": max_pixels}
-    serve(reward, parse_options(options or []), threads=threads, on_ready=ready, **listening, **limits)
+    chosen = parse_options(options or [])
+    hooks = {"on_ready": ready, "on_load": partial(say_place, reward, chosen)}
+    serve(reward, chosen, threads=threads, **hooks, **listening, **limits)
 
 
 command(EVALUATE, "evaluate pairs.jsonl -r hpsv3 -r clip_score --output agreement")(evaluate)

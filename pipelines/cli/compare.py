@@ -161,7 +161,7 @@ def agree(
     """Show how far rewards agree on a set: rank correlations, and the images or texts they disagree on."""
     from visalign.data.sets.columns import Columns, parse_map, parse_scores
     from visalign.pipelines.compare.agree_rewards import ROWS, agree_rewards, read_set, write_agreement
-    from visalign.pipelines.shared.reward_options import any_needs_prompt, load_each, with_cache
+    from visalign.pipelines.shared.reward_options import load_each, need_prompts, with_cache
     from visalign.pipelines.shared.run_folder import check_run_folder
     from visalign.rewards.text.completions import load_any_reward
 
@@ -170,12 +170,11 @@ def agree(
     with opt.clean_output():
         loaded = load_each(reward or [], options or [], load_any_reward, device)
     names, score_columns = parse_scores(scores or [])
-    table = Columns(names=parse_map(columns or []) | score_columns, has_images=any_needs_prompt(loaded))
+    table = Columns(names=parse_map(columns or []) | score_columns, has_images=need_prompts(loaded))
     rows = read_set(source, prompt=prompt, limit=limit, columns=table, scores=names)
     rewards, log = with_cache(loaded, cache), output / ROWS if output is not None and loaded else None
     with scoring(log, rewards, len(rows), resume=resume) as keeping, opt.clean_output():
-        keeping |= {"seed": seed, "batch_size": batch_size}
-        keeping |= {"columns": names, "lower_is_better": lower_is_better or ()}
+        keeping |= {"seed": seed, "batch_size": batch_size, "columns": names, "lower_is_better": lower_is_better or ()}
         result = agree_rewards(rows, rewards, source=source, **keeping)
     opt.print_result(result, show_agreement, as_json)
     if output is not None:

@@ -131,7 +131,6 @@ def show_leaderboards(
 
 
 def _print_table(console: Console, entry: Any, names: Sequence[str]) -> None:
-    """Print a table of a page, in parts where it has a column per judge."""
     for start in range(0, 1 if entry.columns else len(names), MOST_COLUMNS):
         chosen = slice(None) if entry.columns else slice(start, start + MOST_COLUMNS)
         heads = [*map(escape, entry.columns)] or names[chosen]

@@ -38,9 +38,7 @@ Scores = Annotated[
         help="Scores in a column NAME, or NAME_left and NAME_right; NAME=COLUMN, NAME=LEFT,RIGHT; repeat.",
     ),
 ]
-LowerIsBetter = Annotated[
-    Repeated, Option("--lower-is-better", help="Names of --scores where lower is better; repeat.")
-]
+LowerIsBetter = Annotated[Repeated, Option(help="Names of --scores where lower is better; repeat.")]
 Prompt = Annotated[str | None, Option("--prompt", "-p", help="Prompt of all images; in a table, of rows without one.")]
 LabelOptions = Annotated[Repeated, Option("--option", help="LABEL.NAME=VALUE for a reward; repeat for several.")]
 Options = Annotated[Repeated, Option("--option", help="NAME=VALUE for the reward; repeat for several.")]
@@ -170,7 +168,6 @@ def write_page_or_json(path: Path | None, result: Any, page: Callable[[], str], 
 
 
 def write_table_files(folder: Path | None, tables: Callable[[], Iterable[Any]]) -> None:
-    """Write tables as CSV and LaTeX if a folder is given, and report it on the error stream."""
     from visalign.evaluation.pages.table_files import write_tables
 
     if folder is not None:

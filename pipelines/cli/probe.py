@@ -73,7 +73,6 @@ def probe_reward(
 
 
 def show_probe(console: Console, result: Mapping[str, Any]) -> None:
-    """Print a line per probe: its worst level and the verdict."""
     from visalign.evaluation.pages.probe_page import (
         VERDICTS,
         best_paid,

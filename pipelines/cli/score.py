@@ -65,7 +65,7 @@ def score(
         from visalign.pipelines.score.log import partial_path
         from visalign.pipelines.score.report import file_tables, score_summary, write_score_page
         from visalign.pipelines.score.score import score_rows, takes_clips
-        from visalign.pipelines.shared.reward_options import any_needs_prompt, load_each, with_cache
+        from visalign.pipelines.shared.reward_options import load_each, need_prompts, with_cache
         from visalign.pipelines.shared.run_folder import new_file
         from visalign.rewards.text.completions import load_any_reward
 
@@ -86,7 +86,7 @@ def score(
         started = time.perf_counter()
         with opt.clean_output():
             loaded = load_each(reward, options or [], load_any_reward, device)
-        reading: dict[str, Any] = {"needs_prompt": any_needs_prompt(loaded), "names": parse_map(columns or [])}
+        reading: dict[str, Any] = {"needs_prompt": need_prompts(loaded), "names": parse_map(columns or [])}
         reading["clips"] = any(map(takes_clips, loaded.values()))
         if output is not None and on_ray:
             request = reading | {"options": options or [], "prompt": prompt, "batch_size": batch_size}

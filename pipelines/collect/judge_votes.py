@@ -9,11 +9,12 @@ from visalign.data.sets.image_references import resolve_image
 from visalign.data.sets.text_rows import text_record
 from visalign.errors import UserError
 from visalign.interfaces import PairwiseReward, PointwiseReward
-from visalign.pipelines.compare.compare import EVEN
 from visalign.rewards.pairs.as_pairwise import as_pairwise
 from visalign.rewards.pairs.asking import read_preferences
 
 from .store import VoteStore
+
+EVEN = 0.55  # Below this probability of either side a judge votes for a tie, as in `visalign compare`
 
 
 def judge_votes(

@@ -27,7 +27,7 @@ from visalign.errors import UserError, suggestion
 from visalign.evaluation.rewards.judged_pairs import IntervalSettings
 from visalign.evaluation.rewards.people import alpha_interval
 from visalign.evaluation.statistics import agreement, annotators
-from visalign.evaluation.statistics.intervals import Interval, RatioTable, cluster_index, wilson_interval
+from visalign.evaluation.statistics.intervals import Interval, RatioTable, cluster_index, cluster_sums, wilson_interval
 from visalign.pipelines.score.report import load_shown_images
 
 from .store import Vote, VoteStore
@@ -279,7 +279,7 @@ def _analyse_choices(store: VoteStore, first: Sequence[Vote], settings: Interval
             "left_of_screen": wilson_interval(*left, level=settings.level).to_dict(),
         }
     alpha_of = partial(agreement.alpha_of_sums, options=len(store.places))
-    alpha = alpha_interval(agreement.alpha_sums(votes), alpha_of, index, clusters, settings)
+    alpha = alpha_interval(cluster_sums(agreement.alpha_sums(votes), index, clusters), alpha_of, settings)
     majority = votes.max(1, initial=0) / np.maximum(votes.sum(1), 1)
     split = [i for i in np.argsort(majority, kind="stable") if votes[i].sum() > 1 and majority[i] < 1]
     disputed = [
@@ -361,8 +361,8 @@ def _analyse_marks(
     for question in filter(answers.__contains__, ("slider", *store.form.checklist)):
         items, values = zip(*answers[question], strict=True)
         sums = annotators.rating_sums(values, items, items=len(order))
-        alpha = alpha_interval(sums, annotators.alpha_of_rating_sums, index, clusters, settings)
-        alphas[question] = alpha.to_dict()
+        by_prompt = cluster_sums(sums, index, clusters)
+        alphas[question] = alpha_interval(by_prompt, annotators.alpha_of_rating_sums, settings).to_dict()
     gaps: dict[str, list[float]] = {vote.annotator: [] for vote in first}
     for by_name in grades.values():
         for name, grade in by_name.items() if len(by_name) > 1 else ():  # alone there is no rest

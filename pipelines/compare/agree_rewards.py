@@ -34,8 +34,7 @@ from visalign.pipelines.shared.run_folder import pretty
 
 RESULT, PAGE, ROWS = "agreement.json", "agreement.html", "scores.jsonl"
 SHOWN = 8  # Images shown for every two rewards
-_SCORES, _LOWER = "scores", "lower_is_better"
-"""Keys of the rows' metadata: scores from columns, and the names of those that are better when lower."""
+_SCORES, _LOWER = "scores", "lower_is_better"  # Keys of the rows' metadata: scores from columns, names of some
 
 
 def read_set(
@@ -86,8 +85,7 @@ def agree_rewards(
 ) -> dict[str, Any]:
     """Score a set by several rewards, or read their scores (`columns`, as `read_set` kept them), and compare
     their orders as JSON: `visalign.evaluation.rewards.agreement` and the largest disagreements of every two.
-
-    `lower_is_better` names columns of a table that does not say so itself, as one of `visalign score` does.
+    `lower_is_better` names columns; a table of `visalign score` says it itself.
     """
     started = time.perf_counter()
     if len(rewards) + len(columns) < 2 or len(rows) < 3:
@@ -121,9 +119,7 @@ def write_agreement(folder: Path, result: Mapping[str, Any]) -> Path:
     return write_atomic(folder / PAGE, agree_page(result, load_shown_images(names)))
 
 
-def _compare_pairs(
-    rows: Sequence[ImageRow], table: Mapping[str, Sequence[ScoreRow]], seed: int
-) -> list[dict[str, Any]]:
+def _compare_pairs(rows: Sequence[ImageRow], table: Mapping[str, Sequence[ScoreRow]], seed: int) -> list[Any]:
     """Compare every two rewards: agreement, and the images and prompts on which they differ most."""
     scores = list(table.values())
     values = np.array([[row.value for row in column] for column in scores], dtype=np.float64)  # None becomes NaN
@@ -139,11 +135,11 @@ def _compare_pairs(
 
 
 def _column_row(name: str, row: ImageRow, lower_is_better: Sequence[str]) -> ScoreRow:
-    record = row.metadata or {}
-    number = finite_or_none(read_number((record.get(_SCORES) or {}).get(name)))
-    up = name not in {*lower_is_better, *record.get(_LOWER, ())}
+    record: Mapping[str, Any] = {_SCORES: {}, _LOWER: (), **(row.metadata or {})}
+    number = finite_or_none(read_number(record[_SCORES].get(name)))
     about: dict[str, Any] = {"unit": "as in the table", "reason": MISSING if number is None else None}
-    return ScoreRow(image=row.image, reward=name, value=number, higher_is_better=up, **about)
+    about["higher_is_better"] = name not in {*lower_is_better, *record[_LOWER]}
+    return ScoreRow(image=row.image, reward=name, value=number, **about)
 
 
 def _rows_of_pairs(path: Path, pairs: PreferenceSet, scores: Sequence[str]) -> list[ImageRow]:

@@ -87,13 +87,8 @@ def _compare_scores(judge: Any, images: Sequence[Tensor], prompt: str) -> dict[s
         reason = "the reward gave no finite number" if reason is None and value is None else reason
         sides[name] = {"value": value} | _describe(scores, row, reason)
     notes = [f"{name}: {side['reason']}" for name, side in sides.items() if side["reason"]]
-    entry: dict[str, Any] = {
-        "kind": "scores",
-        "unit": judge.unit,
-        "higher_is_better": judge.higher_is_better,
-        "sides": sides,
-        "notes": notes,
-    }
+    entry: dict[str, Any] = {"kind": "scores", "unit": judge.unit, "higher_is_better": judge.higher_is_better}
+    entry |= {"sides": sides, "notes": notes}
     values, stds = ([side[name] for side in sides.values()] for name in ("value", "std"))
     if None in values:
         return entry
@@ -158,15 +153,8 @@ def _compare_orders(judge: Any, images: Sequence[Tensor], prompt: str) -> dict[s
         order = {"left": side, "prob": prob, "log_odds": log_odds[row]}
         orders.append(order | _describe(answer, row, read.reasons[row]))
     notes = [f"{order['left']} on the left: {order['reason']}" for order in orders if order["reason"]]
-    entry: dict[str, Any] = {
-        "kind": "comparisons",
-        "unit": "log-odds",
-        "higher_is_better": True,
-        "orders": orders,
-        "position_bias": None,
-        "same_winner": None,
-        "notes": notes,
-    }
+    entry: dict[str, Any] = {"kind": "comparisons", "unit": "log-odds", "higher_is_better": True, "orders": orders}
+    entry |= {"position_bias": None, "same_winner": None, "notes": notes}
     # log-odds for A: negated where B is on the left
     odds = [sign * value for sign, value in zip((1, -1), log_odds, strict=True) if value is not None]
     if not odds:

@@ -44,13 +44,7 @@ from visalign.evaluation.rewards.quality import evaluate_quality
 from visalign.interfaces import PointwiseReward
 from visalign.pipelines.score.provenance import domain_note, provenance, reward_identity
 from visalign.pipelines.score.report import load_shown_images
-from visalign.pipelines.shared.reward_options import (
-    any_needs_prompt,
-    check_columns,
-    load_each,
-    reward_options,
-    with_cache,
-)
+from visalign.pipelines.shared.reward_options import check_columns, load_each, need_prompts, reward_options, with_cache
 from visalign.pipelines.shared.run_folder import check_run_folder, pretty
 from visalign.rewards.text.completions import load_any_judge
 
@@ -114,7 +108,7 @@ def evaluate(
     if output is not None:
         check_run_folder(output, resume=resume)  # before hours of scoring
     judges = with_cache(load_each(rewards, options, load_any_judge, device), cache) if loaded is None else loaded
-    reads = {"has_images": bool(judges or join), "needs_prompt": any_needs_prompt(judges)}  # columns open no image
+    reads = {"has_images": bool(judges or join), "needs_prompt": need_prompts(judges)}  # columns open no image
     table = replace(table or Columns(), **reads)
     records = load_source(source, split=split, limit=limit, columns=table)
     if join:

@@ -324,8 +324,6 @@ def own_heldout(records: Sequence[Mapping[str, Any]], seed: int) -> tuple[Record
 
 
 class Row(NamedTuple):
-    """Prompt and images of a row of a file."""
-
     where: str  # The row in words, for messages
     prompt: str | None  # None: the set has no prompts
     images: tuple[str, ...]  # References, as `resolve_image` takes them

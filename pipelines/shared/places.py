@@ -49,6 +49,10 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def say_place(label: str, options: Mapping[str, Any], part: Any) -> None:
+    say_places({label: place_of(part, options)})
+
+
 def say_places(locations: Mapping[str, str]) -> None:
     """Print where models and rewards compute (label -> `place_of`) to the error stream."""
     labels: dict[str, list[str]] = {}

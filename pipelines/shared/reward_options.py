@@ -82,13 +82,13 @@ def check_columns(columns: Sequence[str], rewards: Sequence[str], lower_is_bette
         raise UserError(f"--lower-is-better names {unknown}, which is no --scores column.")
 
 
-def any_needs_prompt(rewards: Mapping[str, Any]) -> bool:
+def need_prompts(rewards: Mapping[str, Any]) -> bool:
     return any(reward.capabilities.needs_prompt for reward in rewards.values())
 
 
 def needed_prompt(prompt: str | None, rewards: Mapping[str, Any]) -> str:
     """Return the prompt, empty if none was given and no reward reads it."""
-    if prompt is None and any_needs_prompt(rewards):
+    if prompt is None and need_prompts(rewards):
         raise UserError("Missing option '--prompt' / '-p': the text that the images should show.")
     return prompt or ""
 

@@ -96,7 +96,6 @@ class WeightSchedule:
             raise UserError("rewards.terms: a weight's start and end are 0. Give weight=0, which only records it.")
 
     def at(self, iteration: int) -> float:
-        """Return the weight after a number of iterations."""
         share = min(iteration / self.iterations, 1.0)
         share = share if self.shape == "linear" else (1 - math.cos(math.pi * share)) / 2
         return self.start + (self.end - self.start) * share
@@ -143,13 +142,11 @@ class RewardTerm:
 
     @property
     def weights(self) -> tuple[float, float]:
-        """The weight at the start of the run and at its end."""
         is_fixed = not isinstance(self.weight, WeightSchedule)
         return (self.weight, self.weight) if is_fixed else (self.weight.start, self.weight.end)
 
     @property
     def largest_weight(self) -> float:
-        """The weight, of a schedule the larger end."""
         return max(self.weights)
 
 

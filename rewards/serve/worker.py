@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -56,17 +56,11 @@ _MAX_PAUSE = 60.0  # Longest pause before a restart, in seconds
 class JudgeWorker:
     """The judge `load_judge(name, **options)` in a child process, which is restarted when it dies.
 
-    `card` describes it, `restarts` counts, and `down` says why there is no judge now, or is None. `on_load` gets each
-    new judge, in the child.
+    `card` describes it, `restarts` counts, and `down` says why there is none, or is None. `on_load` gets the judge.
     """
 
     def __init__(
-        self,
-        name: str,
-        options: Mapping[str, Any] | None = None,
-        *,
-        threads: int | None = None,
-        on_load: Callable[[Any], object] = id,
+        self, name: str, options: Mapping[str, Any] | None = None, *, threads: int | None = None, on_load: Any = id
     ) -> None:
         self._arguments = (name, dict(options or {}), threads, on_load)
         self._lock = threading.Lock()
@@ -167,9 +161,7 @@ class JudgeWorker:
         self._retry_at = time.monotonic() + (0.0 if extra <= 0 else min(2.0 ** (extra - 1), _MAX_PAUSE))
 
 
-def _serve(
-    link: Connection, name: str, options: dict[str, Any], threads: int | None, on_load: Callable[[Any], object]
-) -> None:
+def _serve(link: Connection, name: str, options: dict[str, Any], threads: int | None, on_load: Any) -> None:
     """Run in the child: load the judge, then answer until the other end hangs up."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of a terminal; the server decides
     import torch

@@ -84,12 +84,13 @@ def spread_scores(scores: Scores, rows: Sequence[int], count: int, reason: str) 
     )
 
 
-def score_generated(rollout: TextRollout, score: Callable[[Sequence[int]], Scores]) -> Scores:
-    """Score the rows of a rollout whose prompts were completed; the others are invalid, with the reason."""
-    rows, count = rollout.generated.nonzero()[:, 0].tolist(), len(rollout)
-    nan, reason = torch.full((1,), torch.nan), "prompt too long"
-    none = Scores(value=nan, valid=nan > 0, unit="", reason=[reason])
-    return without_failed(spread_scores(score(rows) if rows else none, rows or [0], count, reason), rollout)
+def score_generated(rollout: TextRollout, records: Sequence[Any], score: Callable[..., Scores]) -> Scores:
+    """Score completions by `score` (texts, prompts, records); those of too long prompts are invalid."""
+    rows, reason = rollout.generated.nonzero()[:, 0].tolist(), "prompt too long"
+    columns = ([column[row] for row in rows] for column in (rollout.text, rollout.prompt, records))
+    nan = torch.full((1,), torch.nan)
+    scores = score(*columns) if rows else Scores(value=nan, valid=nan > 0, unit="", reason=[reason])
+    return without_failed(spread_scores(scores, rows or [0], len(rollout), reason), rollout)
 
 
 def without_failed(scores: Scores, rollout: TextRollout) -> Scores:

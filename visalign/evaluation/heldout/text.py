@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -89,12 +90,7 @@ def evaluate_text(
 
 def _score(name: str, reward: TextReward, rollout: TextRollout, metadata: Sequence[Mapping[str, Any]]) -> Scores:
     """Return a reward's scores, invalid where a prompt was too long to be completed or a tool failed."""
-
-    def score(rows: Sequence[int]) -> Scores:
-        columns = ([column[row] for row in rows] for column in (rollout.text, rollout.prompt, metadata))
-        return score_named(reward, *columns, name=name)
-
-    return score_generated(rollout, score)
+    return score_generated(rollout, metadata, partial(score_named, reward, name=name))
 
 
 def _measures(

@@ -55,13 +55,12 @@ def judged_pairs(pairs: PreferenceSet, scores: PairScores) -> JudgedPairs:
         raise ValueError(f"{scores.name} scored none of {len(pairs)} pairs; most often because: {reason}.")
     valid_pairs = [pair for pair, ok in zip(pairs.pairs, rows, strict=True) if ok]
     index, clusters = cluster_index([pair.group for pair in valid_pairs])
-    has_std = scores.std is not None and np.isfinite(scores.std[rows]).all()
     return JudgedPairs(
         pairs=valid_pairs,
         margin=scores.margin[rows],
         label=pair_labels(pairs)[rows],
         prob=scores.prob[rows],
-        std=scores.std[rows] if scores.std is not None and has_std else None,
+        std=None if scores.std is None else scores.std[rows],
         index=index,
         clusters=clusters,
         rows=rows,

@@ -66,11 +66,6 @@ class PairScores:
         prob[valid] = win_probability(self.margin[valid], std, link=link)
         return prob
 
-    @property
-    def reading(self) -> str:
-        """Description of how the probability was read."""
-        return READINGS[self.link]
-
     def failures(self) -> dict[str, int]:
         """Return reason -> number of pairs, most frequent first."""
         return count_reasons(self.reasons, self.judged)

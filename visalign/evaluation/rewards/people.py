@@ -8,9 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from visalign.evaluation.statistics.agreement import alpha_of_sums, alpha_sums, leave_one_out, majority_credit
+from visalign.evaluation.statistics.agreement import Array, alpha_of_sums, alpha_sums, leave_one_out, majority_credit
 from visalign.evaluation.statistics.intervals import (
     Interval,
     RatioTable,
@@ -20,8 +19,6 @@ from visalign.evaluation.statistics.intervals import (
 )
 
 from .judged_pairs import IntervalSettings, JudgedPairs
-
-Array = NDArray[np.float64]
 
 
 def people_numbers(judged: JudgedPairs, settings: IntervalSettings) -> dict[str, Any]:
@@ -37,7 +34,8 @@ def people_numbers(judged: JudgedPairs, settings: IntervalSettings) -> dict[str,
     table.add("single_vote", *leave_one_out(votes))
     table.add("judge_single_vote", *majority_credit(votes * repeated[:, None], choice))
     shares = table.intervals(**settings.drawing(), level=settings.level)
-    alpha = alpha_interval(alpha_sums(votes), alpha_of_sums, judged.index, judged.clusters, settings)
+    by_prompt = cluster_sums(alpha_sums(votes), judged.index, judged.clusters)
+    alpha = alpha_interval(by_prompt, alpha_of_sums, settings)
     return {
         "pairs_with_votes": int((votes.sum(1) > 0).sum()),
         "single_vote": shares["single_vote"].to_dict(),
@@ -46,18 +44,10 @@ def people_numbers(judged: JudgedPairs, settings: IntervalSettings) -> dict[str,
     }
 
 
-def alpha_interval(
-    sums: Array,
-    statistic: Callable[[Array], Array],
-    index: NDArray[np.int64],
-    clusters: int,
-    settings: IntervalSettings,
-) -> Interval:
-    """Compute α from sums [N, M] of items in clusters [N]; `statistic` maps sums of clusters [R, M] to α [R]."""
-    by_prompt = cluster_sums(sums, index, clusters)
-    by_prompt = by_prompt[by_prompt[:, 1:].sum(1) > 0]  # a prompt without two votes says nothing
-    if not len(by_prompt):
+def alpha_interval(sums: Array, statistic: Callable[[Array], Array], settings: IntervalSettings) -> Interval:
+    """Compute α from the sums [C, M] of each prompt; `statistic` maps [R, M] to α [R]."""
+    sums = sums[sums[:, 1:].sum(1) > 0]  # a prompt without two votes says nothing
+    if not len(sums):
         return Interval(estimate=math.nan, level=settings.level)
-    draws = bootstrap(by_prompt, lambda s: statistic(s)[:, None], **settings.drawing())[:, 0]
-    estimate = float(statistic(by_prompt.sum(0)[None])[0])
-    return interval(estimate, draws, len(by_prompt), level=settings.level)
+    draws = bootstrap(sums, lambda s: statistic(s)[:, None], **settings.drawing())[:, 0]
+    return interval(float(statistic(sums.sum(0)[None])[0]), draws, len(sums), level=settings.level)

@@ -16,15 +16,12 @@ from visalign.evaluation.statistics.intervals import RatioTable
 
 from .certainty import calibration_numbers, selective_numbers, std_numbers
 from .judged_pairs import IntervalSettings, JudgedPairs, judged_pairs
-from .pair_scores import PairScores, swap_consistency
+from .pair_scores import READINGS, PairScores, swap_consistency
 from .people import people_numbers
 from .rewardbench import benchmark_scores
 from .slices import slice_masks
 
 Array = NDArray[np.float64]
-
-WITHOUT_TIES = "imscore_dropped"
-"""The policy that leaves out predicted ties."""
 
 
 def evaluate_preferences(
@@ -53,7 +50,7 @@ def evaluate_preferences(
             "predicted_ties": int((judged.margin == 0).sum()),
         },
         "agreement": agreement,
-        "calibration": calibration_numbers(judged, settings, **losses, reading=scores.reading),
+        "calibration": calibration_numbers(judged, settings, **losses, reading=READINGS[scores.link]),
         "selective": selective_numbers(judged, settings),
         "std": std_numbers(judged, settings),
         "slices": slices,
@@ -123,7 +120,7 @@ def _notes(report: dict[str, Any]) -> list[str]:
     if counts["failed"]:
         share = counts["failed"] / counts["pairs"]
         notes.append(f"{counts['failed']} of {counts['pairs']} pairs ({share:.1%}) have no score; they count nowhere.")
-    if report["agreement"][WITHOUT_TIES]["micro"]["estimate"] is None:
+    if report["agreement"]["imscore_dropped"]["micro"]["estimate"] is None:  # of ties alone
         split = counts["label_ties"] == counts["judged"]
         notes.append(
             "People are split on every pair, so that there is no side to agree with: numbers that forgive ties say "

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from visalign.errors import UserError
-from visalign.interfaces import Scores, TextReward
+from visalign.interfaces import TextReward
 from visalign.seeds import sample_seed
 from visalign.text import Prompt, Sampling, StoppingCriteria
 from visalign.text.tool_calls import score_generated
@@ -108,13 +108,7 @@ def sample_point(
                 stopping=stopping,
             )
         metadata = [records[i] for i in index for _ in range(samples)]
-        columns = list(zip(rollout.text, metadata, strict=True))
-
-        def score(rows: Sequence[int], columns: Sequence[Any] = columns) -> Scores:
-            texts, records = zip(*(columns[row] for row in rows), strict=True)
-            return score_samples(reward, list(texts), records)
-
-        scores = score_generated(rollout, score)
+        scores = score_generated(rollout, metadata, lambda texts, _, rows: score_samples(reward, texts, rows))
         value = scores.value.detach().float().cpu()
         valid = scores.valid.cpu() & value.isfinite()
         failures = [reason or "value not finite" for reason in scores.reason or ()]
