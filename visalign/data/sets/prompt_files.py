@@ -395,8 +395,9 @@ def message_text(value: Any) -> Any:
     if not (isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict)):
         return value
     content = value[0].get("content")
-    parts = [p.get("text") if isinstance(p, dict) else p for p in content] if isinstance(content, list) else [None]
-    return "\n\n".join(parts) if all(isinstance(part, str) for part in parts) else content
+    parts = content if isinstance(content, list) else [None]
+    texts: list[Any] = [part.get("text") if isinstance(part, dict) else part for part in parts]
+    return "\n\n".join(texts) if all(isinstance(text, str) for text in texts) else content
 
 
 def _asked(record: Record, where: str) -> Record:
@@ -438,17 +439,14 @@ def _split_messages(record: Record, where: str) -> tuple[Record, list[Record]]:
 def read_conversation(record: Record, where: str) -> Record:
     """Read a prompt that is a conversation, or its JSON text, with the record's "system"; other records stay."""
     messages = parse_text(record.get("prompt"))
-    if not isinstance(messages, list) or not all(is_message(m) or _is_turn(m) for m in messages) or not messages:
+    if not isinstance(messages, list) or not messages:
+        return record
+    if not all(is_message(m) or (isinstance(m, Mapping) and {"from", "value"} <= m.keys()) for m in messages):
         return record
     messages, rest = read_messages(messages, where), dict(record)
     if rest.get("system") and all(message["role"] != "system" for message in messages):
         messages.insert(0, {"role": "system", "content": rest.pop("system")})
     return {**rest, "prompt": messages}
-
-
-def _is_turn(message: Any) -> bool:
-    """Check for a message of ShareGPT's form."""
-    return isinstance(message, Mapping) and {"from", "value"} <= message.keys()
 
 
 def read_messages(messages: Iterable[Any], where: str) -> list[Record]:
@@ -462,7 +460,7 @@ def read_messages(messages: Iterable[Any], where: str) -> list[Record]:
 
 def _read_message(message: Any, where: str) -> Record:
     fields = dict(message) if isinstance(message, Mapping) else {}
-    if _is_turn(message):
+    if {"from", "value"} <= fields.keys():
         fields = {"role": fields["from"], "content": fields["value"]}
     if (role := str(fields.get("role"))) not in _ROLES:
         raise UserError(

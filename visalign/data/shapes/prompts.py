@@ -167,11 +167,13 @@ def parse_prompt(prompt: str) -> Record:
         size, color, shape = match.groups()
         return _one("colors" if color else "single_object", (size, color, shape)) | {"prompt": prompt}
     if match := re.fullmatch(rf"{_NOUN} and {_NOUN}", text):
-        first, second = match.groups()[:3], match.groups()[3:]
+        size, color, shape, size_b, color_b, shape_b = match.groups()
+        first, second = (size, color, shape), (size_b, color_b, shape_b)
         tag = "color_attribution" if first[1] or second[1] else "two_objects"
         return _pair(tag, first, second) | {"prompt": prompt}
     if match := re.fullmatch(rf"{_NOUN} (?:to the )?({'|'.join(RELATIONS)}) {_NOUN}", text):
-        subject, relation, target = match.groups()[:3], match[4], match.groups()[4:]
+        size, color, shape, relation, size_b, color_b, shape_b = match.groups()
+        subject, target = (size, color, shape), (size_b, color_b, shape_b)
         return _relation(subject, relation, target) | {"prompt": prompt}
     if match := re.fullmatch(_COUNTED, text):
         word, color, plural = match.groups()
