@@ -32,9 +32,14 @@ def argument_parser(description: str | None) -> argparse.ArgumentParser:
 def run_parser(description: str | None, *, seeds: Sequence[int] = (0, 1, 2)) -> argparse.ArgumentParser:
     """Build the parser of a script that trains: --output and --seeds."""
     parser = argument_parser(description)
-    parser.add_argument("--output", type=Path, required=True, help="runs that are there are not repeated")
+    parser.add_argument("--output", type=absolute_path, required=True, help="runs that are there are not repeated")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(seeds))
     return parser
+
+
+def absolute_path(path: str) -> Path:
+    """Return a path from the root: `run_visalign` works in the checkout."""
+    return Path(path).resolve()
 
 
 def run_visalign(*arguments: str) -> None:

@@ -234,13 +234,12 @@ MAKES: dict[str, Callable[..., dict[str, Any]]] = {
     **{"agree": agree, "heldout": heldout},
     **{"judges_pairs": judges_pairs, "judges_quality": judges_quality},
 }
-SIZES = {"independent": (1, 240), "clustered": (4, 60), "independent30": (1, 30), "clustered30": (4, 30)}
+SIZES = {"independent": (1, 240), "clustered": (4, 60)}
 """Pairs or images of a prompt, prompts."""
 WORLDS: dict[str, tuple[str, int, int]] = {
     f"{name}-{kind}": (name, size, 100 if (name, kind) == ("heldout", "clustered") else prompts)
     for name in MAKES
     for kind, (size, prompts) in SIZES.items()
-    if name == "quality" or not kind.endswith("30")
 }
 """Name -> what is simulated, pairs or images of a prompt, prompts."""
 

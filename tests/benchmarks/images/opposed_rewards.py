@@ -70,7 +70,7 @@ def main() -> None:
         )
         worst = {}
         for arm in ARMS:
-            folders = [options.output.resolve() / f"{title}_{arm}_{seed}" for seed in options.seeds]
+            folders = [options.output / f"{title}_{arm}_{seed}" for seed in options.seeds]
             for folder, seed in zip(folders, options.seeds, strict=True):
                 train(folder, names, arm, seed, options.iterations, options.bound)
             gain, right = (np.concatenate(part) for part in zip(*(gains(f, names) for f in folders), strict=True))

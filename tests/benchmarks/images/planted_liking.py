@@ -39,7 +39,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from tests.support.benchmarks import argument_parser, train_once
+from tests.support.benchmarks import absolute_path, argument_parser, train_once
 from visalign.config import load_config, resolve_config
 from visalign.interfaces import Metadata, Preferences, RewardCapabilities, Scores
 from visalign.pipelines.flow_grpo.job import FlowGRPOConfig
@@ -345,13 +345,13 @@ def followed(advantage: np.ndarray, truth: np.ndarray, style: np.ndarray, tied: 
 
 def main() -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("--output", type=Path, help="runs that are there are not repeated")
+    parser.add_argument("--output", type=absolute_path, help="runs that are there are not repeated")
     parser.add_argument("--start", type=int, metavar="PROMPTS", help="train nothing: before the first update")
     parser.add_argument("--iterations", type=int, default=40)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS)[:3])
     parser.add_argument(
-        "--artefact", type=Path, help="folder of the classifier of artefacts, for the arm of that name"
+        "--artefact", type=absolute_path, help="folder of the classifier of artefacts, for the arm of that name"
     )
     parser.add_argument("--likings", nargs="+", choices=list(SPREAD), default=list(SPREAD))
     options = parser.parse_args()

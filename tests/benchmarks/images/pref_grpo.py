@@ -60,8 +60,8 @@ def main() -> None:
     watched = ", ".join(f"{name}: {{}}" for name in ("shapes_verifier", *WATCHED))
     for seed in options.seeds:
         folders = {}
-        for label, config in configs(options.output.resolve()).items():
-            folders[label] = options.output.resolve() / f"{label.replace(' ', '_')}_{seed}"
+        for label, config in configs(options.output).items():
+            folders[label] = options.output / f"{label.replace(' ', '_')}_{seed}"
             train_once(
                 folders[label], str(config), f"seed={seed}", f"run.iterations={options.iterations}",
                 "run.max_seconds=null", f"evaluation={{every: {options.every}, rewards: {{{watched}}}}}",

@@ -81,7 +81,7 @@ def diversity(members: list[Path]) -> float:
 
 def one_seed(seed: int, options: argparse.Namespace) -> dict[tuple[str, str], tuple[Tensor, Tensor]]:
     """(Ensemble, ground) -> ([N] whether the mean lead is wrong, [N] deviation of the members)."""
-    folder = options.output.resolve() / f"seed{seed}_{options.pairs}"
+    folder = options.output / f"seed{seed}_{options.pairs}"
     train = drawn("train", seed, None, options.pairs, clear=False)
     table, members = written(folder, train), []
     for number, is_diverse in enumerate((False, False, False, True, True)):

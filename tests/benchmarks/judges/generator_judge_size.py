@@ -22,25 +22,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from tests.benchmarks.judges.judge_size import MOST, cut
+from tests.benchmarks.judges.judge_size import MOST, cut, sampled
 from tests.benchmarks.judges.linear_reward import features, fit, strength_of, tilted
 from tests.benchmarks.judges.votes_over_kl import truth
-from tests.support.benchmarks import lead_text, read_rows, run_parser, run_visalign, write_rows
+from tests.support.benchmarks import lead_text, read_rows, run_parser, write_rows
 from visalign.data.shapes.preferences import ShapesPreferences
 from visalign.data.shapes.prompts import heldout_prompts
 
 GENERATORS, LAYERS = ("shapes-sd15", "shapes-sd3"), (1, 2, MOST)
-
-
-def samples(folder: Path, table: Path, model: str, count: int) -> tuple[list[str], list[str]]:
-    """Images of a generator, those of a prompt next to each other; their prompts."""
-    if not (folder / "images.jsonl").is_file():
-        arguments = ("--model", model, "--seeds", f"0-{count - 1}", "--batch-size", "96", "-o", str(folder))
-        run_visalign("sample", str(table), *arguments)
-    rows = read_rows(folder / "images.jsonl")
-    order = {row["prompt"]: number for number, row in enumerate(read_rows(table))}
-    rows.sort(key=lambda row: order[row["prompt"]])
-    return [str(folder / row["image"]) for row in rows], [row["prompt"] for row in rows]
 
 
 def head(model: str, pairs: int, seed: int) -> tuple[torch.Tensor, float]:
@@ -63,7 +52,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=1500)
     parser.add_argument("--samples", type=int, default=16, help="of a held-out prompt")
     options = parser.parse_args()
-    output = options.output.resolve()
+    output = options.output
     table = write_rows(output / "heldout.jsonl", heldout_prompts()[::2])
     models = {layers: str(cut(output / f"cut{layers}", layers)) for layers in LAYERS}
     heads = {(n, seed): head(model, options.pairs, seed) for n, model in models.items() for seed in options.seeds}
@@ -75,7 +64,10 @@ def main() -> None:
         )
     leads, labels = {}, []
     for generator in GENERATORS:
-        images, prompts = samples(output / f"{generator}_{options.samples}", table, generator, options.samples)
+        folder = output / f"{generator}_{options.samples}"
+        by_prompt = sampled(folder, table, "--model", generator, size=options.samples)
+        images = [image for record in read_rows(table) for image in by_prompt[record["prompt"]]]
+        prompts = [record["prompt"] for record in read_rows(table) for _ in range(options.samples)]
         right = truth(images, prompts).view(-1, options.samples).numpy()
         outcomes = {}
         for layers, model in models.items():

@@ -120,11 +120,11 @@ def prompts(folder: Path, seed: int, per_category: int) -> Path:
     return table
 
 
-def sampled(folder: Path, prompt_file: Path, first: int = 0) -> dict[str, list[str]]:
-    """Prompt -> its samples by the packaged generator."""
+def sampled(folder: Path, prompt_file: Path, *more: str, first: int = 0, size: int = SAMPLES) -> dict[str, list[str]]:
+    """Prompt -> its samples by the packaged generator, or by that of `--model` in `more`."""
     if not (folder / "images.jsonl").is_file():
-        seeds = f"{first}-{first + SAMPLES - 1}"
-        run_visalign("sample", str(prompt_file), "--seeds", seeds, "--batch-size", "96", "-o", str(folder))
+        arguments = ("--seeds", f"{first}-{first + size - 1}", "--batch-size", "96", *more)
+        run_visalign("sample", str(prompt_file), *arguments, "-o", str(folder))
     samples: dict[str, list[str]] = {}
     for row in read_rows(folder / "images.jsonl"):
         samples.setdefault(row["prompt"], []).append(str(folder / row["image"]))
@@ -247,7 +247,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=12, help="of the policies")
     parser.add_argument("--policies", nargs="*", choices=ARMS, default=list(ARMS), help="that are trained")
     options = parser.parse_args()
-    output, texts = options.output.resolve(), [record["prompt"] for record in heldout_prompts()]
+    output, texts = options.output, [record["prompt"] for record in heldout_prompts()]
     folders = [output / f"seed{seed}" for seed in options.seeds]
     for folder, seed in zip(folders, options.seeds, strict=True):
         for arm in ARMS:

@@ -173,7 +173,7 @@ def main() -> None:
     parser.add_argument("--votes", type=int, default=8, help="K")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    seeds = [one_seed(options.output.resolve(), seed, options) for seed in options.seeds]
+    seeds = [one_seed(options.output, seed, options) for seed in options.seeds]
     rows = {name: np.concatenate([outcome[name] for outcome in seeds]) for name in seeds[0]}
     first = next(iter(rows.values()))
     resamples = np.random.default_rng(0).integers(len(first), size=(10_000, len(first)))

@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=150, help="training prompts, four images each")
     parser.add_argument("--iterations", type=int, default=24)
     args = parser.parse_args()
-    seeds = [one_seed(args.output.resolve() / f"seed{s}", s, args.prompts, args.iterations) for s in args.seeds]
+    seeds = [one_seed(args.output / f"seed{s}", s, args.prompts, args.iterations) for s in args.seeds]
     labels = [prompt for results in seeds for prompt in results["prompts"]]
     equal = np.concatenate([results["equal"] for results in seeds])
     for name in [name for name in seeds[0] if name != "prompts"]:

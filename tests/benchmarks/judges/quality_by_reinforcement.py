@@ -64,7 +64,7 @@ def main() -> None:
     parser = run_parser(__doc__)
     parser.add_argument("--iterations", type=int, default=100)
     options = parser.parse_args()
-    output = options.output.resolve()
+    output = options.output
     output.mkdir(parents=True, exist_ok=True)
     rows = output / "train.jsonl"
     if not rows.is_file():

@@ -58,7 +58,7 @@ def main() -> None:
     after: dict[str, np.ndarray] = {}
     print("| reward | forward-equivalents | before | after | by seed | spread left |\n|---|---|---|---|---|---|")
     for arm, term in ARMS.items():
-        folders = [options.output.resolve() / f"{arm.split()[0]}_{seed}" for seed in options.seeds]
+        folders = [options.output / f"{arm.split()[0]}_{seed}" for seed in options.seeds]
         for folder, seed in zip(folders, options.seeds, strict=True):
             train(folder, term, seed, options.iterations + options.more * ("references: " not in term))
         costs = [json.loads((folder / "summary.json").read_text(encoding="utf-8")) for folder in folders]

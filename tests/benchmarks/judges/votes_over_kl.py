@@ -79,7 +79,7 @@ def main() -> None:
     parser = run_parser(__doc__)
     parser.add_argument("--pairs", type=int, default=200)
     options = parser.parse_args()
-    output = options.output.resolve()
+    output = options.output
     prompt_file = write_rows(output / "heldout.jsonl", heldout_prompts()[::2])
     candidates = [sampled_by(output / f"candidates{part}", prompt_file, first=8 * part) for part in (0, 1)]
     prompts = list(candidates[0])

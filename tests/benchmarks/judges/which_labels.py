@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=40, help="labels before the policy moves")
     parser.add_argument("--more", type=int, default=60, help="labels afterwards")
     options = parser.parse_args()
-    output = options.output.resolve()
+    output = options.output
     seeds = [one_seed(output, seed, options.first, options.more) for seed in options.seeds]
     pooled = {arm: np.concatenate([results[arm] for results in seeds]) for arm in ARMS}
     draws = np.random.default_rng(0).integers(len(pooled["none"]), size=(10_000, len(pooled["none"])))

@@ -95,7 +95,7 @@ def main() -> None:
         heldout = pairs(options.heldout, seed, "heldout")
         leads.append(np.array([np.sign(len(row["chosen"]) - len(row["rejected"])) for row in heldout]))
         for arm in ARMS:
-            judge = train(options.output.resolve() / f"{arm.replace(' ', '_')}_{seed}", arm, seed, options.pairs,
+            judge = train(options.output / f"{arm.replace(' ', '_')}_{seed}", arm, seed, options.pairs,
                           options.iterations)  # fmt: skip
             reward, prompts = RewardModel(judge), [row["prompt"] for row in heldout]
             better, worse = (

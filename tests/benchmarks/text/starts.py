@@ -70,7 +70,7 @@ def main() -> None:
     spent: dict[str, list[float]] = {}
     prompts: list[str] = []
     for seed in options.seeds:
-        folder = options.output.resolve() / f"seed{seed}"
+        folder = options.output / f"seed{seed}"
         start = weak(folder / "weak", seed)
         first = supervised(folder / "sft", start, seed)
         runs = {
