@@ -173,6 +173,14 @@ def test_end_tokens_reach_no_reward_where_a_template_writes_no_blanks(answer, se
     assert spelled_out(engine.encoder.tokenizer, seen) is None
 
 
+def test_answers_that_are_no_texts_keep_their_letters() -> None:
+    def cities() -> list[str]:
+        """Name cities."""
+        return ["Zürich", "圆"]
+
+    assert '["Zürich", "圆"]' in played(called({"name": "cities"}), "So.", tools=[cities])[0].text[0]
+
+
 def test_methods_of_an_environment_are_tools_and_its_reward_is_read() -> None:
     rollout, engine = played(called(CALL), "Done", factory=Room, records=[{"prompt": PROMPT, "start": 4}])
     assert "1 + 2 = ? Begin.<|im_end|>" in engine.prompts[0] and "Total 7" in rollout.text[0]
