@@ -164,19 +164,11 @@ def run(policy: ToyPolicy | None = None, **changes: Any) -> HeldoutResult:
 
 
 def same(first: HeldoutResult, second: HeldoutResult) -> bool:
-    return (
-        first.prompts == second.prompts
-        and first.tags == second.tags
-        and first.reasons == second.reasons
-        and dict(first.units) == dict(second.units)
-        and dict(first.higher_is_better) == dict(second.higher_is_better)
-        and all(
-            np.array_equal(getattr(first, name), getattr(second, name))
-            for name in ("seeds", "correct", "judged", "images", "image_index")
-        )
-        and list(first.scores) == list(second.scores)
-        and all(np.array_equal(first.scores[n], second.scores[n], equal_nan=True) for n in first.scores)
-    )
+    try:
+        np.testing.assert_equal(vars(first), vars(second))
+    except AssertionError:
+        return False
+    return True
 
 
 def test_numbers_by_hand() -> None:

@@ -104,13 +104,6 @@ def test_expanded_tail() -> None:
     assert expanded_tail(100_000) == pytest.approx(0.025, abs=1e-5)
 
 
-def test_same_before_and_after_is_exactly_zero() -> None:
-    same = np.array([0.0, 1.0, 1.0, 0.0])
-    interval = paired_bootstrap(same, same, "aabb", generator=seeded())
-    assert (interval.estimate, interval.low, interval.high) == (0.0, 0.0, 0.0)
-    assert not interval.excludes_zero
-
-
 def test_nan_pairs_are_left_out_and_too_few_clusters_give_no_interval() -> None:
     before, after = np.array([0.0, 1.0, np.nan, 0.0, 1.0]), np.array([1.0, 1.0, 1.0, np.nan, 0.0])
     valid = [0, 1, 4]

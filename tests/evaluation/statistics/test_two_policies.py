@@ -41,6 +41,7 @@ def test_a_policy_against_itself_changes_nothing() -> None:
     solved = (torch.rand(9, 8, generator=_generator()) < 0.4).float()
     points = pass_at_k_curves(solved, solved, generator=_generator())
     assert all((p.change.estimate, p.change.low, p.change.high) == (0, 0, 0) for p in points)
+    assert not any(point.change.excludes_zero for point in points)
     assert crossing(points) == (None, False)
 
 

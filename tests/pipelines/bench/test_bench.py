@@ -252,12 +252,6 @@ def test_a_model_that_edits_draws_each_source(tmp_path: Path) -> None:
     assert "has no images, and the model edits one" in " ".join(result.output.split())
 
 
-def test_questions_need_a_model_that_answers(tmp_path: Path) -> None:
-    (tmp_path / "d.csv").write_text(DPG + "7,a cat,1,0,Is there a cat?\n")
-    result = run("shapes-sd3", "--suite", f"dpg:{tmp_path / 'd.csv'}", "-o", tmp_path / "out")
-    assert "Add --option soft_tifa.model=FOLDER" in " ".join(result.output.split())
-
-
 def test_a_run_is_the_model_that_it_trained(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("pipeline: flow_grpo\nmodel: {path: shapes-sd3}\n")
     with pytest.raises(UserError, match="is a run without a result"):
@@ -293,11 +287,15 @@ def test_a_run_of_an_own_adapter_says_whether_it_edits(tmp_path: Path) -> None:
     assert sides.suite_edits(["shapes-sd3,steps=4"]) == "none"
 
 
-def test_questions_that_would_be_lost_are_refused(tmp_path: Path) -> None:
-    file, images = tmp_path / "d.csv", tmp_path / "images.csv"
-    file.write_text(DPG + "7,a cat,1,0,Is there a cat?\n7,a cat,1,0,Is it black?\n")
-    result = run("shapes-sd3", "--suite", f"dpg:{file}", "-o", tmp_path / "out")
-    assert "item 7 has two questions 1. Number them differently" in " ".join(result.output.split())
+def test_questions_without_a_model_or_that_would_be_lost_are_refused(tmp_path: Path) -> None:
+    file, images, question = tmp_path / "d.csv", tmp_path / "images.csv", "7,a cat,1,0,Is there a cat?\n"
+    for text, message in (
+        (question, "Add --option soft_tifa.model=FOLDER"),
+        (f"{question}7,a cat,1,0,Is it black?\n", "item 7 has two questions 1. Number them differently"),
+    ):
+        file.write_text(DPG + text)
+        result = run("shapes-sd3", "--suite", f"dpg:{file}", "-o", tmp_path / "out")
+        assert message in " ".join(result.output.split())
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
     images.write_text("image,prompt\na.png,a cat\n")
     two = [{"prompt": "a cat", "tag": tag} for tag in ("x", "y")]

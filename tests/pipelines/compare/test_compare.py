@@ -17,13 +17,11 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from tests.support.judges.brightness import Brightness, BrightnessPairs, grey
-from visalign.errors import UserError
-from visalign.evaluation.pages.base import short_names
 from visalign.evaluation.pages.compare_page import compare_page, in_words, margin
 from visalign.evaluation.pages.rank_page import sentences
 from visalign.interfaces import Scores
 from visalign.pipelines.cli.app import app
-from visalign.pipelines.compare.compare import compare_images, ranking_page, ranking_record, read_two
+from visalign.pipelines.compare.compare import compare_images, ranking_page, ranking_record
 from visalign.rewards.pairs.ranking import rank
 
 TWO = list(grey([0.25, 0.75]))
@@ -145,11 +143,6 @@ def test_summaries() -> None:
     assert compare_images(TWO, "x", {"a": silent})["summary"] == "No judge could judge the two images."
 
 
-def test_what_is_wrong_is_said(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"Image A cannot be read: no such image file: .*gone\.png"):
-        read_two([tmp_path / "gone.png", tmp_path / "gone.png"])
-
-
 @pytest.fixture
 def images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """a.png is grey, b.png is red; c.png is broken."""
@@ -184,6 +177,7 @@ def test_the_command_compares_and_writes(images: Path) -> None:
     ("arguments", "message"),
     [
         (["c.png", "-r", "saturation"], "Image B cannot be read"),
+        (["gone.png", "-r", "saturation"], "Image B cannot be read: no such image file: gone.png."),
         (["b.png", "-r", "saturatoin"], "There is no reward 'saturatoin'. Did you mean 'saturation'?"),
     ],
 )
@@ -302,8 +296,3 @@ def test_the_page_shows_images_and_reasons(names: list[str]) -> None:
     empty = ranking_page(blind)
     assert "No image could be scored." in empty and "no answer" in empty
     assert '<p class="banner" role="alert">far off' in ranking_page(blind | {"warning": "far off"})
-
-
-def test_names_lose_only_what_all_share() -> None:
-    assert short_names(["a/b/1.png", "a/c/1.png"]) == {"a/b/1.png": "b/1.png", "a/c/1.png": "c/1.png"}
-    assert short_names(["only.png"]) == {"only.png": "only.png"} and short_names([]) == {}

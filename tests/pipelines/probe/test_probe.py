@@ -176,7 +176,7 @@ def test_the_command_writes_page_and_json_and_says_when_a_probe_fails(tmp_path: 
     ("arguments", "message"),
     [
         (["shapes_verifer"], "no reward 'shapes_verifer'. Did you mean 'shapes_verifier'?"),
-        (["saturation", "--only", "colour"], "There is no probe 'colour'."),
+        (["saturation", "--only", "colour"], "There is no probe 'colour'. Allowed: blank, destroyed"),
     ],
 )
 def test_the_command_refuses(arguments: list[str], message: str, tmp_path: Path, monkeypatch: Any) -> None:

@@ -120,12 +120,9 @@ def image(tmp_path):
 def test_a_packaged_judge_says_where_it_does_not_belong(command, image, tmp_path):
     Image.new("RGB", (64, 64), "blue").save(tmp_path / "b.png")
     images = [image] if command == "score" else [image, str(tmp_path / "b.png")]
-    options = ["-r", "clip_score", "-o", "model=shapes-clip"]
-    if command == "score":
-        options = ["-r", "clip_score", "--option", "model=shapes-clip", "--page", str(tmp_path / "p.html")]
-        options += ["--format", "jsonl"]
-    else:
-        options = ["-r", "clip_score", "--option", "model=shapes-clip", "--output", str(tmp_path / "p.html")]
+    options = ["-r", "clip_score", "--option", "model=shapes-clip"]
+    options += ["--format", "jsonl", "--page"] if command == "score" else ["--output"]
+    options.append(str(tmp_path / "p.html"))
     result = CliRunner().invoke(app, [command, *images, "-p", "a cat on a mat", *options])
     assert result.exit_code == 0, result.output
     identity = reward_identity(load_reward("clip_score", model="shapes-clip"))
