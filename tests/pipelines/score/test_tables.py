@@ -286,8 +286,6 @@ def test_bad_tables_are_refused_by_message(light: Light, name: str, text: str, m
 def test_bad_options_are_refused_by_message(light: Light) -> None:
     with pytest.raises(UserError, match=r"names none of the rewards. Did you mean 'jpeg_size'\? Write LABEL"):
         reward_options(["jpeg_sice.quality=9"], ["jpeg_size", "sharpness"])
-    with pytest.raises(UserError, match=r"--option is 'quality'; write NAME=VALUE"):
-        reward_options(["jpeg_size.quality"], ["jpeg_size"])
     assert reward_options(["quality=9"], ["jpeg_size"]) == {"jpeg_size": {"quality": 9}}
     options = reward_options(["a.py:X.y=[1, 2]"], ["a.py:X", "a"])
     assert options == {"a.py:X": {"y": [1, 2]}, "a": {}}

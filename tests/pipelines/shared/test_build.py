@@ -31,16 +31,12 @@ def fresh() -> Iterator[None]:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def test_the_environment_does_not_choose_the_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_chooses_no_precision_and_processes_wait(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     accelerator = build.build_accelerator(SimpleNamespace(run=RunConfig(device="cpu")), tmp_path)
-    assert accelerator.mixed_precision == "no"
-
-
-def test_processes_wait_for_the_one_that_evaluates(tmp_path: Path) -> None:
-    handler = build.build_accelerator(SimpleNamespace(run=RunConfig(device="cpu")), tmp_path).init_handler
-    assert handler is not None and handler.timeout == build.PATIENCE
-    assert build.PATIENCE.total_seconds() > 3600
+    handler = accelerator.init_handler
+    assert accelerator.mixed_precision == "no" and handler is not None and handler.timeout == build.PATIENCE
+    assert build.PATIENCE.total_seconds() > 3600, "for the one that evaluates"
 
 
 def test_a_tracker_that_is_not_installed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
