@@ -241,12 +241,14 @@ class Greedy:
 def test_a_reward_gets_records_of_its_own():
     lock = threading.Lock()  # what cannot be copied is given as it is
     records = [{"include": ["circle"], "n": [1], "lock": lock} for _ in PROMPTS]
-    terms = {"a": (Greedy(), 1.0), "b": (Greedy(), 1.0)}
-    for scorer, samples in ((WeightedSum(terms), IMAGES), (WeightedTextSum(terms), ["a"] * 4)):
+    one: Any = Greedy()
+    terms = {"a": (one, 1.0), "b": (one, 1.0)}
+    sums: Any = ((WeightedSum(terms), IMAGES), (WeightedTextSum(terms), ["a"] * 4))
+    for scorer, samples in sums:
         assert scorer.score(samples, PROMPTS, records).value.tolist() == [4] * 4
-    assert Ensemble({label: Greedy() for label in "ab"}).score(IMAGES, PROMPTS, records).value.tolist() == [2] * 4
-    assert score_named(Greedy(), IMAGES, PROMPTS, records, name="greedy").value.tolist() == [2] * 4
-    assert rank(IMAGES, "p", Greedy(), metadata=records[0]).valid.all()  # type: ignore[arg-type]
+    assert Ensemble({"a": one, "b": one}).score(IMAGES, PROMPTS, records).value.tolist() == [2] * 4
+    assert score_named(one, IMAGES, PROMPTS, records, name="greedy").value.tolist() == [2] * 4
+    assert rank(IMAGES, "p", one, metadata=records[0]).valid.all()
 
     def greedy(prompts, images=None, completions=(), metadata=(), n=(), **_):
         if isinstance(images, torch.Tensor):
