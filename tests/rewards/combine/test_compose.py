@@ -233,7 +233,7 @@ class Greedy:
 
     name, unit, range, higher_is_better = "greedy", "points", (-math.inf, math.inf), True
 
-    def score(self, samples, prompts, metadata=None):
+    def score(self, samples, prompts, metadata=()):
         counts = [float(len(record.pop("include")) + record["n"].pop()) for record in metadata]
         return Scores(value=torch.tensor(counts), valid=torch.ones(len(counts), dtype=torch.bool), unit="points")
 
