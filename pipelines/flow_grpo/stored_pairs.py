@@ -22,9 +22,9 @@ from visalign.data.sets.image_references import SHAPES, TAR, resolve_image
 from visalign.data.sets.prompt_files import CAPTIONS, Edits, check_sources, source_of
 from visalign.data.sets.records import PreferenceSet, QualitySet
 from visalign.data.sets.sources import CAPTIONED, is_named_set, load_source, shapes_images
-from visalign.data.sets.tables import listed
+from visalign.data.sets.tables import READERS, column_names, listed
 from visalign.errors import UserError
-from visalign.pipelines.score.image_rows import IMAGE_ENDINGS, SAMPLED, ImageRow
+from visalign.pipelines.score.image_rows import IMAGE_ENDINGS, SAMPLED, SAMPLES, ImageRow
 from visalign.pipelines.shared.parts import Records, Row, check_images, check_texts, name_key, read_images
 from visalign.rewards.base.images import load_images, pixel_limit
 from visalign.training.diffusion.samples import Stored
@@ -106,14 +106,15 @@ def read_captioned(
                 record["source"] = edited
             records.append(record)
         if not records:
-            reasons = listed(left_out) or "it is empty"
-            raise UserError(f"'{source}' has no image with a caption that can be read: {reasons}.")
+            reasons = f"{listed(left_out) or 'it is empty'}.{_unread_table(Path(source))}"
+            raise UserError(f"'{source}' has no image with a caption that can be read: {reasons}")
         check_texts(records)
         if edits != "none":
             check_sources(
                 ((f"'{source}'", r) for r in records), needed=edits == "needed", several=True, remedy=_SOURCES
             )
     notes = [f"data.images: left out, of {len(rows)} images: {len(left_out)}. {listed(left_out)}."] if left_out else []
+    notes = [f"{note}{_unread_table(Path(source))}" for note in notes]
     if len(rows) == limit and source != CAPTIONED:
         notes.append(f"data.images: the first {limit} images are read (data.images_size).")
     elif unread := _unread_images(Path(source), rows):
@@ -152,6 +153,16 @@ def _unread_images(folder: Path, rows: Sequence[ImageRow]) -> list[Path]:
     files = [file for file in files if "/." not in f"/{file.relative_to(folder.absolute())}"]
     unread = [file for file in files if file.suffix.lower() in IMAGE_ENDINGS and file not in read]
     return [image for image in unread if any(map(Path.is_file, map(image.with_suffix, CAPTIONS)))]
+
+
+def _unread_table(folder: Path) -> str:
+    """Say which table lies in a folder whose images are read by their captions; with a leading blank."""
+    files = sorted(folder.rglob("*")) if folder.is_dir() else []
+    tables = [file for file in files if file.suffix.lower() in {*READERS} - {".parquet"} and file.name != SAMPLED]
+    for table in (file for file in tables if not (file.parent / SAMPLES).is_dir()):  # GenEval's records
+        columns = listed(column_names(table, {}), limit=20)
+        return f" To read its table with the columns {columns}, set data.images={table}; data.map names the caption."
+    return ""
 
 
 def _shape(row: ImageRow) -> tuple[float, str | None]:

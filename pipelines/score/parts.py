@@ -10,7 +10,6 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from visalign.atomic import write_atomic
 from visalign.data.sets.columns import rename_columns, usual_names
 from visalign.data.sets.image_references import refer_to_images
 from visalign.data.sets.prompt_files import CAPTIONS
-from visalign.data.sets.tables import READERS, Row, csv_header, read_rows, require_columns
+from visalign.data.sets.tables import READERS, Row, read_rows, require_columns, table_header
 from visalign.errors import UserError
 
 from .image_rows import IMAGE_ENDINGS, SAMPLED, ImageRow, find_images, table_row, with_prompt
@@ -29,7 +28,7 @@ TARS = (".tar", ".tar.gz", ".tgz")
 """WebDataset's files: neighbours of one name are a sample, `7.jpg` with `7.txt` or `7.caption` and `7.json`."""
 MEMBER = "tar_member"  # Column with the name of the image's file in a tar file
 IMAGES = 1024  # Single images per file of scores
-FIRST = 16  # Rows of which one has each column that is needed; a cell may be empty
+FIRST = 16  # Rows that are read before a start; more, until one has each column that is needed
 METADATA_KEY = b"visalign"  # Key in a Parquet file of its `part_metadata`
 
 
@@ -60,8 +59,8 @@ class Part:
 def find_parts(items: Sequence[Path], *, clips: bool = False, prompt: str | None = None) -> list[Part]:
     """List the tables, tar files and images to score; of a folder with Parquet or tar files only these are read.
 
-    img2dataset writes a Parquet file without images beside each tar file, which is left out. Without a `prompt` for
-    all, a folder of `visalign sample` is read by its table.
+    img2dataset writes a Parquet file beside each tar file, which is left out where it has no images. Without a
+    `prompt` for all, a folder of `visalign sample` is read by its table.
     """
     parts, strangers = list[Part](), list[Path]()
     for item in (item.absolute() for item in items):
@@ -70,8 +69,8 @@ def find_parts(items: Sequence[Path], *, clips: bool = False, prompt: str | None
             continue
         tables = (path for path in item.rglob("*") if _is_table(path, (".parquet",)))
         inside = sorted(path for path in tables if "/." not in f"/{path.relative_to(item)}")
-        tars = {path for path in inside if path.suffix == ".tar"}
-        inside = [path for path in inside if path.suffix != ".parquet" or path.with_suffix(".tar") not in tars]
+        beside = {path.with_suffix(".parquet") for path in inside if path.suffix == ".tar"}
+        inside = [path for path in inside if path not in beside or _has_images(path)]
         files = inside or ([item] if _is_table(item, tuple(READERS)) else [])
         strangers += [] if files else [item]
         for path in files:
@@ -93,19 +92,27 @@ def _is_table(path: Path, endings: tuple[str, ...]) -> bool:
     return path.name.lower().endswith((*endings, *TARS)) and path.is_file()
 
 
+def _has_images(path: Path) -> bool:
+    columns = dict.fromkeys(parquet_schema(path).names)
+    return usual_names(columns, {}, is_judged=False).get("image", "image") in columns
+
+
 def check_part(part: Part, options: ScoringOptions) -> None:
-    """Refuse a part whose first rows lack a column or a prompt, or are damaged; no image is opened."""
+    """Refuse a part that lacks a column or all prompts, or whose first rows are damaged; no image is opened."""
     if isinstance(part.source, tuple):
         with_prompt(part.source[0], options.prompt, options.needs_prompt)
         return
-    if part.source.suffix.lower() == ".parquet":
-        rows = [dict.fromkeys(parquet_schema(part.source).names)]
-    else:
-        first = [row for _, row, _ in islice(_read_rows(part.source, options), FIRST)]
-        rows = [dict.fromkeys(name for row in first for name in row)] if first else []
     needed = ("image",) if options.default_prompt is not None else ("image", "prompt")
-    for row in rows:
-        renamed = rename_columns(part.source, row, usual_names(row, options.names, is_judged=False))
+    is_parquet, columns = part.source.suffix.lower() == ".parquet", Row()
+    if is_parquet:
+        columns = dict.fromkeys(parquet_schema(part.source).names)
+    for count, (_, row, _) in enumerate(() if is_parquet else _read_rows(part.source, options), 1):
+        columns |= dict.fromkeys((*row, *(table_header(part.source) if count == 1 else ())))
+        names = usual_names(columns, options.names, is_judged=False)
+        if count >= FIRST and all(names.get(name, name) in columns for name in needed):
+            return
+    if columns:
+        renamed = rename_columns(part.source, columns, usual_names(columns, options.names, is_judged=False))
         require_columns(part.source, renamed, needed, purpose="a table of images")
 
 
@@ -119,7 +126,7 @@ def read_part(part: Part, options: ScoringOptions) -> Iterator[ImageRow]:
                 yield ImageRow(image=str(path), prompt="", reason=str(error))
         return
     path = part.source
-    header = dict.fromkeys(csv_header(path))
+    header = dict.fromkeys(table_header(path))
     prompt = usual_names(header, options.names, is_judged=False).get("prompt", "prompt")
     names_of_table = dict(options.names)
     if prompt in header:

@@ -255,3 +255,18 @@ def test_what_cannot_be_learnt_from_is_refused_before_training(tmp_path, monkeyp
         prepare(config, 1)
         run(config, tmp_path / "run")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_tables_beside_images_and_tar_files_are_seen(tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    (tmp_path / "metadata.jsonl").write_text(json.dumps({"file_name": "a.png", "words": "a cat"}))
+    with pytest.raises(UserError, match=r"it has no caption\)\. To read its table with the columns file_name, words"):
+        read_captioned(str(tmp_path), "none", None, None, {})
+    (tmp_path / "late.csv").write_text("image,caption\n" + "a.png,\n" * 20 + "a.png,a dog\n")
+    assert len(read_captioned(str(tmp_path / "late.csv"), "none", None, None, {})[0]) == 1
+    (tmp_path / "both").mkdir()
+    folder = _tar(tmp_path / "both" / "x.tar").parent
+    rows = [{"image": {"bytes": (tmp_path / "a.png").read_bytes(), "path": None}, "caption": "own"}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "x.parquet")
+    prompts = [record["prompt"] for record in read_captioned(str(folder), "none", None, None, {})[0]]
+    assert prompts[0] == "own" and len(prompts) > 1
