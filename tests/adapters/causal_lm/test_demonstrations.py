@@ -81,13 +81,15 @@ def test_of_pairs_and_votes_too_what_a_tool_wrote_is_not_learnt():
     assert rows.loss_mask.sum(1).tolist() == [7, 6, 6, 7]
 
 
-def test_the_answer_of_a_transcript_has_the_tokens_of_the_chat_template():
+@pytest.mark.parametrize(("begun", "answer"), [("", "a b"), (" a", " b")])
+def test_the_answer_of_a_transcript_has_the_tokens_of_the_chat_template(begun, answer):
     tokenizer = tiny_tokenizer(template=TEMPLATE)
     policy = CausalLMPolicy(tiny_model(seed=3), tokenizer, prompts=PromptEncoder(tokenizer, plain_as_chat=True))
-    transcript, turns = "\n\nHuman: g\n\nAssistant:", [{"role": "user", "content": "g"}]
-    rollout = demonstration_rollout(policy, [transcript, turns], [" a b\n", "a b"])
+    transcript, turns = f"\n\nHuman: g\n\nAssistant:{begun}", [{"role": "user", "content": "g"}]
+    turns += [{"role": "assistant", "content": begun.strip()}] if begun else []
+    rollout = demonstration_rollout(policy, [transcript, turns], [f" {answer.strip()}\n", answer])
     assert torch.equal(rollout.completion_ids[0], rollout.completion_ids[1])
-    assert demonstration_lengths(policy, [{"prompt": transcript, "completion": " a b"}]) == [
+    assert demonstration_lengths(policy, [{"prompt": transcript, "completion": f" {answer.strip()}"}]) == [
         int(rollout.prompt_mask[0].sum() + rollout.loss_mask[0].sum())
     ]
 

@@ -69,8 +69,9 @@ def demonstration_rollout(
 def _tokens(policy: CausalLMPolicy, prompt: Prompt, text: str, answers: Spans) -> tuple[list[int], list[float]]:
     """Return the tokens of a completion and their loss mask; what a tool wrote is tokenized by itself."""
     as_chat = policy.prompts.plain_as_chat and not answers
-    if as_chat and isinstance(prompt, str) and text_messages(prompt)[0]["content"] != prompt:
-        text = text.strip()  # a transcript, whose other turns have no blanks around them either
+    if as_chat and isinstance(prompt, str) and (turns := text_messages(prompt))[0]["content"] != prompt:
+        # a transcript, whose other turns have no blanks around them either; those behind a begun answer stay
+        text = text.rstrip() if turns[-1]["role"] == "assistant" else text.strip()
     ids, mask = list[int](), list[float]()
     edges = [0, *(edge for span in answers for edge in span), len(text)]
     for number, (begin, stop) in enumerate(itertools.pairwise(edges)):
