@@ -126,18 +126,15 @@ def read_part(part: Part, options: ScoringOptions) -> Iterator[ImageRow]:
                 yield ImageRow(image=str(path), prompt="", reason=str(error))
         return
     path = part.source
-    header = dict.fromkeys(table_header(path))
-    prompt = usual_names(header, options.names, is_judged=False).get("prompt", "prompt")
-    names_of_table = dict(options.names)
-    if prompt in header:
-        names_of_table["prompt"] = prompt  # so that an empty one is not replaced
-    for number, columns, member in _read_rows(path, options):
+    empty = dict.fromkeys(table_header(path))  # so that no other column stands in for an empty cell
+    for number, cells, member in _read_rows(path, options):
+        columns = empty | cells
         try:
             if options.clips and path.name == SAMPLED and "clip" in columns:
                 columns["image"] = columns["clip"]
             if isinstance(caption := columns.get("prompt"), bytes):
                 columns["prompt"] = _decode_caption(caption)
-            names = usual_names(columns, names_of_table, is_judged=False)
+            names = usual_names(columns, options.names, is_judged=False)
             row = rename_columns(path, columns, names)
             content = row.get("image")
             if member is not None and isinstance(content, bytes):

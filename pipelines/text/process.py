@@ -26,7 +26,7 @@ from visalign.adapters.causal_lm.loading import context_length, from_pretrained
 from visalign.data.assets import resolve_model
 from visalign.data.sets.columns import rename_columns
 from visalign.data.sets.hub_datasets import find_table
-from visalign.data.sets.tables import read_rows
+from visalign.data.sets.tables import read_cells
 from visalign.errors import UserError
 from visalign.pipelines.shared.job import JUDGE, JudgeRun, build_trainer, run_job
 from visalign.pipelines.shared.parts import build_accelerator, ends_by, load_classifier, name_key, no_loading_bars
@@ -146,7 +146,7 @@ Numbered = Sequence[tuple[int, Mapping[str, Any]]]  # Records with their row num
 def read_steps(config: TextProcessConfig) -> tuple[Numbered, Numbered]:
     """Read and check the records, split into (trained, heldout)."""
     path, names = find_table(config.data.train), config.data.map
-    numbered = [(number, rename_columns(path, row, names)) for number, row in read_rows(path)]
+    numbered = [(number, rename_columns(path, row, names)) for number, row in read_cells(path)]
     if not numbered:
         raise UserError(f"data.train: '{config.data.train}' has no record.")
     reading, outcomes = StepReading(separator=config.data.separator), config.learns != "labels"

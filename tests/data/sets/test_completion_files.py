@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from visalign.data.sets.completion_files import load_pairs, load_votes
+from visalign.data.sets.completion_files import load_pairs, load_rankings, load_votes
 from visalign.errors import UserError
 
 
@@ -99,3 +99,13 @@ def test_equal_completions_are_refused_or_left_out(tmp_path):
 def test_bad_rows_by_their_message(load, row, message, tmp_path):
     with pytest.raises(UserError, match=message):
         load(_file(tmp_path, row))
+
+
+def test_the_header_of_a_sheet_with_empty_cells_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pandas = pytest.importorskip("pandas")
+    cells = [(f"p{k}", "good", "bad", 2.0 if k == 0 else None) for k in range(4)]
+    pandas.DataFrame(cells, columns=["prompt", "chosen", "rejected", "by"]).to_excel(tmp_path / "a.xlsx", index=False)
+    reads, read_excel = list[Any](), pandas.read_excel
+    monkeypatch.setattr(pandas, "read_excel", lambda *path, **how: reads.append(how) or read_excel(*path, **how))
+    rankings = load_rankings(tmp_path / "a.xlsx", names={"margin": "by"}).records
+    assert [ranking.get("margin") for ranking in rankings] == [2.0, None, None, None] and len(reads) == 2

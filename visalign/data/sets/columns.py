@@ -14,7 +14,7 @@ from visalign.errors import UserError, excerpt, suggestion
 
 from .image_references import TEXT, refer_to_images
 from .records import PreferencePair, QualityRecord
-from .tables import NumberedRows, Row, column_names, listed, nearest_first, plain_name, read_cells, table_header
+from .tables import NumberedRows, Row, column_names, listed, nearest_first, plain_name, read_cells
 from .text_rows import PAIR, pair_answers, refer_to_texts
 
 SIDES = {"left": 1.0, "right": 0.0, "tie": 0.5}  # Word for a label -> share for the left image
@@ -112,9 +112,7 @@ def parse_scores(items: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
 
 def rename_columns(path: Any, row: Row, names: Mapping[str, str]) -> Row:
-    """Rename a row's columns to ours, also where the cell is empty (None); other columns stay."""
-    absent = {theirs for theirs in names.values() if theirs not in row}
-    row = dict.fromkeys(absent & {*table_header(path)} if absent else ()) | row  # an empty cell is there
+    """Rename the columns of a row of `read_cells` to ours; other columns stay."""
     for ours, theirs in names.items():
         if theirs not in row and ours in _REQUIRED and theirs not in (columns := column_names(path, row)):
             raise UserError(

@@ -17,7 +17,7 @@ from visalign.errors import UserError, excerpt
 from .columns import is_number, parse_bool, rename_columns
 from .hub_datasets import find_table
 from .prompt_files import is_prompt, read_conversation, warn_of_unread, with_answer
-from .tables import listed, read_rows, require_columns
+from .tables import listed, read_cells, require_columns
 from .text_rows import PAIR, completion_text, split_pair
 
 Record = dict[str, Any]
@@ -144,8 +144,9 @@ def _read(
     rows: list[NumberedRecord] = []
     columns: Sequence[str] = layouts[0]
     path = find_table(path)
-    for number, row in read_rows(path):
-        row = split_pair(rename_columns(path, row, names or {}))
+    for number, cells in read_cells(path):
+        renamed = rename_columns(path, cells, names or {})
+        row = split_pair({name: cell for name, cell in renamed.items() if cell is not None})
         row = read_conversation(_scored_list(row) if RANKED in layouts else row, f"Row {number} of '{path}'")
         if not rows:
             columns = next((layout for layout in layouts if set(layout) <= set(row)), layouts[0])
