@@ -145,8 +145,7 @@ def _read(
     columns: Sequence[str] = layouts[0]
     path = find_table(path)
     for number, cells in read_cells(path):
-        renamed = rename_columns(path, cells, names or {})
-        row = split_pair({name: cell for name, cell in renamed.items() if cell is not None})
+        row = split_pair(rename_columns(path, cells, names or {}))
         row = read_conversation(_scored_list(row) if RANKED in layouts else row, f"Row {number} of '{path}'")
         if not rows:
             columns = next((layout for layout in layouts if set(layout) <= set(row)), layouts[0])

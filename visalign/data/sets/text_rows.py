@@ -34,7 +34,7 @@ def split_pair(row: Row) -> Row:
     chosen, rejected = (row.get(name) for name in PAIR)
     if isinstance(chosen, list) and isinstance(rejected, list) and len(chosen) > 1 and chosen[:-1] == rejected[:-1]:
         return {**row, "prompt": chosen[:-1], PAIR[0]: chosen[-1:], PAIR[1]: rejected[-1:]}
-    if "prompt" in row or not (isinstance(chosen, str) and isinstance(rejected, str)):
+    if row.get("prompt") is not None or not (isinstance(chosen, str) and isinstance(rejected, str)):
         return row
     ends = (n for n, pair in enumerate(zip(chosen, rejected, strict=False)) if len({*pair}) > 1)
     size = next(ends, min(len(chosen), len(rejected)))
