@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -22,7 +23,7 @@ from visalign.data.sets.image_references import SHAPES, TAR, resolve_image
 from visalign.data.sets.prompt_files import CAPTIONS, Edits, check_sources, source_of
 from visalign.data.sets.records import PreferenceSet, QualitySet
 from visalign.data.sets.sources import CAPTIONED, is_named_set, load_source, shapes_images
-from visalign.data.sets.tables import READERS, column_names, listed
+from visalign.data.sets.tables import column_names, listed
 from visalign.errors import UserError
 from visalign.pipelines.score.image_rows import IMAGE_ENDINGS, SAMPLED, SAMPLES, ImageRow
 from visalign.pipelines.shared.parts import Records, Row, check_images, check_texts, name_key, read_images
@@ -158,10 +159,11 @@ def _unread_images(folder: Path, rows: Sequence[ImageRow]) -> list[Path]:
 def _unread_table(folder: Path) -> str:
     """Say which table lies in a folder whose images are read by their captions; with a leading blank."""
     files = sorted(folder.rglob("*")) if folder.is_dir() else []
-    tables = [file for file in files if file.suffix.lower() in {*READERS} - {".parquet"} and file.name != SAMPLED]
+    tables = [file for file in files if file.suffix.lower() in (".jsonl", ".csv", ".tsv") and file.name != SAMPLED]
     for table in (file for file in tables if not (file.parent / SAMPLES).is_dir()):  # GenEval's records
-        columns = listed(column_names(table, {}), limit=20)
-        return f" To read its table with the columns {columns}, set data.images={table}; data.map names the caption."
+        with suppress(UserError):  # any file may lie there
+            names = listed(column_names(table, {}), limit=20)
+            return f" To read its table with the columns {names}, set data.images={table}; data.map names the caption."
     return ""
 
 

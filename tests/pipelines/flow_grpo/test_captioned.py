@@ -262,6 +262,11 @@ def test_tables_beside_images_and_tar_files_are_seen(tmp_path: Path) -> None:
     (tmp_path / "metadata.jsonl").write_text(json.dumps({"file_name": "a.png", "words": "a cat"}))
     with pytest.raises(UserError, match=r"it has no caption\)\. To read its table with the columns file_name, words"):
         read_captioned(str(tmp_path), "none", None, None, {})
+    (tmp_path / "a.json").write_text('{"key": "a"}')  # as img2dataset leaves one beside each image
+    (tmp_path / "an.csv").write_text("")
+    (tmp_path / "b.txt").write_text("b")
+    Image.new("RGB", (8, 8)).save(tmp_path / "b.png")
+    assert "columns file_name, words" in read_captioned(str(tmp_path), "none", None, None, {})[1][0]
     (tmp_path / "late.csv").write_text("image,caption\n" + "a.png,\n" * 20 + "a.png,a dog\n")
     assert len(read_captioned(str(tmp_path / "late.csv"), "none", None, None, {})[0]) == 1
     (tmp_path / "both").mkdir()
