@@ -65,14 +65,16 @@ def is_message(message: Any) -> bool:
     )
 
 
-def _check_form(valid: Any, columns: Mapping[str, Any], texts: Mapping[str, Any]) -> None:
-    """Raise unless `valid` and the columns are tensors [B], which else broadcast, and each text has B entries."""
-    forms = {name: list(x.shape) if isinstance(x, Tensor) else type(x).__name__ for name, x in columns.items()}
-    forms |= {name: [len(text)] for name, text in texts.items() if text is not None}
-    dtype = getattr(valid, "dtype", type(valid))
-    size = list(valid.shape) if isinstance(valid, Tensor) and dtype == torch.bool else dtype
-    if size != [len(valid)] or any(form not in (size, "NoneType") for form in forms.values()):
-        raise ValueError(f"valid is torch.bool [B], numbers are tensors [B], texts are B; got {size} and {forms}.")
+def _check_form(answer: Any, **numbers: Any) -> None:
+    """Raise unless `valid` and all numbers are tensors [B], which else broadcast, and each text has B entries."""
+    numbers |= {name: x for name in ("std", "log_odds") if (x := getattr(answer, name, None)) is not None}
+    numbers |= {"valid": answer.valid} | {f"part {name}": part for name, part in answer.parts.items()}
+    forms = {name: list(x.shape) if isinstance(x, Tensor) else type(x).__name__ for name, x in numbers.items()}
+    forms |= {name: [len(text)] for name in ("text", "reason") if (text := getattr(answer, name)) is not None}
+    dtype, size = getattr(answer.valid, "dtype", None), forms["valid"]
+    if dtype is not torch.bool or len(size) != 1 or any(form != size for form in forms.values()):
+        form = "valid is torch.bool [B], numbers are tensors [B], texts are B"
+        raise ValueError(f"{form}; got {forms}, valid of dtype {dtype}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +98,7 @@ class Scores:
     """Why a sample is invalid; None for the valid ones."""
 
     def __post_init__(self) -> None:
-        columns = {"value": self.value, "std": self.std, **self.parts}
-        _check_form(self.valid, columns, {"text": self.text, "reason": self.reason})
+        _check_form(self, value=self.value)
 
     def __len__(self) -> int:
         return self.value.shape[0]
@@ -122,8 +123,7 @@ class Preferences:
     """As in `Scores`, per pair."""
 
     def __post_init__(self) -> None:
-        columns = {"prob": self.prob, "std": self.std, "log_odds": self.log_odds, **self.parts}
-        _check_form(self.valid, columns, {"text": self.text, "reason": self.reason})
+        _check_form(self, prob=self.prob)
 
     def __len__(self) -> int:
         return self.prob.shape[0]
@@ -188,7 +188,8 @@ def copy_records(values: Any) -> Any:
 @contextmanager
 def unchanged(name: str, samples: Any) -> Iterator[None]:
     """Raise if the reward `name` changes tensors in place that later rewards get."""
-    tensors = [x for x in (samples if isinstance(samples, list | tuple) else [samples]) if isinstance(x, Tensor)]
+    items = samples if isinstance(samples, list | tuple) else [samples]
+    tensors = [x for x in items if isinstance(x, Tensor) and x.ndim > 1]  # what is no image, the reward refuses
 
     def state() -> list[tuple[int, bytes]]:  # some pixels too: what is written through NumPy has no version
         pixels = [tensor[..., ::16, ::16].detach().float().cpu().numpy().tobytes() for tensor in tensors]

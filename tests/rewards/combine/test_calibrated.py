@@ -82,6 +82,8 @@ def test_failures_stay_failures():
 def test_refused(reference: Any, options: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         Calibrated(Brightness(), reference, **options)
+    with pytest.raises(RewardError, match=r"shape \(8,\) .* is not a batch of images"):
+        Calibrated(Brightness(), REFERENCE).score([torch.zeros(8)], ["p"])
 
 
 def test_an_unreadable_reference_is_named(tmp_path: Path):

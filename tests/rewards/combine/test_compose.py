@@ -156,9 +156,14 @@ def answer(value, **fields) -> Scores:
         (KeyError("gpu lost"), r"Reward 'mine' raised KeyError: 'gpu lost'.* For a sample"),
         ([1.0] * 4, r"Reward 'mine' returned a list for 4 samples; it must return visalign\.interfaces\.Scores"),
         (answer([1.0] * 3), "Reward 'mine' returned 3 scores for 4 samples"),
-        ({"value": [1.0] * 4, "parts": {"x": torch.ones(3)}}, r"'mine' raised .* got \[4\] and .*'x': \[3\]}"),
-        ({"value": [1.0] * 4, "valid": torch.ones(4)}, r"'mine' raised .* got torch\.float32 and {'value': \[4\]"),
-        ({"value": [1.0] * 4, "std": [1.0] * 4, "text": ["a"]}, r"'std': 'list', 'text': \[1\]}"),
+        (
+            {"value": [1.0] * 4, "parts": {"x": torch.ones(3)}},
+            r"'mine' raised .* got .*'valid': \[4\], 'part x': \[3\]}",
+        ),
+        ({"value": [1.0] * 4, "parts": {"x": None}}, r"'mine' raised .* got .*'valid': \[4\], 'part x': 'NoneType'}"),
+        ({"value": [1.0] * 4, "valid": torch.ones(4)}, r"'mine' raised .* valid of dtype torch\.float32"),
+        ({"value": [1.0] * 4, "valid": torch.tensor(True)}, r"'mine' raised .* 'valid': \[\]}"),
+        ({"value": [1.0] * 4, "std": [1.0] * 4, "text": ["a"]}, r"'std': 'list', .*'text': \[1\]}"),
         (RewardError("my own words"), "^my own words$"),
     ],
 )
