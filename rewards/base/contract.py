@@ -74,10 +74,11 @@ class Request:
         """Rows whose images can be read."""
         return [row for row, _ in self.images.readable()]
 
-    def select(self, rows: Sequence[int]) -> tuple[Any, list[str], list[Mapping[str, Any] | None]]:
-        """Return images, prompts and records of readable rows, as a reward takes them."""
-        images = as_contract([image for row in rows if (image := self.images.images[row]) is not None])
-        return images, [self.prompts[row] for row in rows], [self.metadata[row] for row in rows]
+    def select(self, rows: Sequence[int], *, stack: bool = True) -> tuple[Any, list[str], list[Any]]:
+        """Return images, prompts and records of readable rows, as a reward takes them; a `stack` copies the images."""
+        images: Any = [image for row in rows if (image := self.images.images[row]) is not None]
+        texts = [self.prompts[row] for row in rows], [self.metadata[row] for row in rows]
+        return as_contract(images) if stack else images, *texts
 
 
 def read_request(

@@ -95,7 +95,7 @@ class PairsFromScores:
         rows = request.rows
         if not rows:
             return value, std, reasons
-        images, prompts, records = request.select(rows)
+        images, prompts, records = request.select(rows, stack=False)
         first, index = distinct_images(images, list(zip(prompts, map(repr, records), strict=True)))
         scores = score_named(self.reward, *request.select([rows[i] for i in first]), name=self.reward.name)
         value[rows] = torch.where(scores.valid, scores.value, torch.nan).detach().cpu().double()[index]

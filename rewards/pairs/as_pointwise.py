@@ -102,9 +102,9 @@ class GroupWinRate:
         request = read_request(self.name, images, prompts, metadata)
         labels = group_labels(self.name, request)
         rows = request.rows
-        first, index = distinct_images(request.select(rows)[0], [labels[row] for row in rows])
+        first, index = distinct_images(request.select(rows, stack=False)[0], [labels[row] for row in rows])
         first_rows = [rows[i] for i in first]
-        images, texts, records = request.select(first_rows)
+        images, texts, records = request.select(first_rows, stack=False)
         asker = PairAsker(self.judge, images, texts, without_group(records))
         ask = self._round_robin if self.budget is None else self._budgeted
         outcome = ask(asker, [labels[row] for row in first_rows])

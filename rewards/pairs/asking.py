@@ -59,7 +59,7 @@ class PairAsker:
     def __init__(
         self,
         judge: PairwiseReward,
-        images: Tensor | Sequence[Tensor],
+        images: Sequence[Tensor],
         prompts: Sequence[str],
         metadata: Sequence[Mapping[str, Any] | None],
     ) -> None:
@@ -114,7 +114,7 @@ def read_preferences(preferences: Preferences) -> PairAnswers:
     return PairAnswers(log_odds, reasons)
 
 
-def distinct_images(images: Tensor | Sequence[Tensor], labels: Sequence[Any]) -> tuple[list[int], list[int]]:
+def distinct_images(images: Sequence[Tensor], labels: Sequence[Any]) -> tuple[list[int], list[int]]:
     """Find images with equal pixels and an equal label (hashable: a prompt, a group).
 
     Returns:

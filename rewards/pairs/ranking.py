@@ -127,9 +127,9 @@ def _rank_pairs(
         no_pairs = torch.zeros(0, 2, dtype=torch.long)
         unit = UNITS[model or "bradley_terry"]
         return ranking(order=[], unit=unit, valid=~torch.isnan(score), calls=0, pairs=no_pairs)
-    first, index = distinct_images(request.select(readable)[0], [0] * len(readable))
+    first, index = distinct_images(request.select(readable, stack=False)[0], [0] * len(readable))
     rows = [readable[i] for i in first]
-    asker = PairAsker(judge, *request.select(rows))
+    asker = PairAsker(judge, *request.select(rows, stack=False))
     calls = max(count_calls(len(first), budget), len(first) - 1)
     (comparisons,) = ask_in_rounds(asker, [torch.arange(len(first))], [calls], method=method, model=model)
     pairs, answers, fit = comparisons.pairs, comparisons.answers, comparisons.fit

@@ -15,6 +15,7 @@ from scipy.stats import norm
 from tests.support.judges.brightness import Brightness, BrightnessPairs, grey
 from visalign.interfaces import PairwiseReward, PointwiseReward, Preferences
 from visalign.rewards import FunctionReward, RewardError, WeightedSum, check_reward
+from visalign.rewards.base import contract
 from visalign.rewards.pairs.as_pairwise import as_pairwise
 from visalign.rewards.pairs.as_pointwise import GroupWinRate, as_pointwise
 from visalign.rewards.pairs.asking import read_preferences
@@ -70,6 +71,13 @@ def test_a_failed_image_fails_its_pairs_with_the_side_and_reason() -> None:
     preferences = judge.compare([grey([0.5])[0], "no.png"], ["none.png", grey([0.5])[0]], ["p", "p"])
     assert preferences.valid.tolist() == [False, False] and bool(torch.isnan(preferences.prob).all())
     assert preferences.reason == ["right: no such image file: none.png", "left: no such image file: no.png"]
+
+
+def test_images_are_stacked_for_the_reward_alone(monkeypatch) -> None:
+    stacked = []
+    monkeypatch.setattr(contract, "as_contract", lambda images: stacked.append(len(images)) or torch.stack(images))
+    GroupWinRate(as_pairwise(Brightness())).score(grey([0.1, 0.5, 0.9]), ["p"] * 3, [{"group": 0}] * 3)
+    assert stacked == [3], "each stack is a copy of all images"
 
 
 def test_each_distinct_image_is_scored_once() -> None:
