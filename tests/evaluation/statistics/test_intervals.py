@@ -103,6 +103,8 @@ def test_nan_pairs_are_left_out_and_too_few_clusters_give_no_interval() -> None:
     valid = [0, 1, 4]
     interval = paired_bootstrap(before, after, range(5), generator=seeded())
     assert interval == paired_bootstrap(before[valid], after[valid], valid, generator=seeded())
+    small = paired_bootstrap(1e-12 * before, 1e-12 * after, range(5), generator=seeded())
+    assert (small.low, small.high) == pytest.approx((1e-12 * interval.low, 1e-12 * interval.high), abs=1e-18)
     single = paired_bootstrap([0.0, 0.0], [1.0, 0.0], ["p", "p"], generator=seeded())
     assert single.estimate == 0.5 and math.isnan(single.low) and math.isnan(single.high)
     assert not single.excludes_zero

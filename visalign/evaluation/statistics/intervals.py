@@ -177,7 +177,7 @@ def interval(estimate: float, draws: Array, clusters: int, *, level: float = 0.9
 
 def are_equal(values: Array) -> bool:
     """Check that numbers, of which there may be none, differ by rounding alone."""
-    return not len(values) or bool(np.ptp(values) <= 1e-9 * max(1.0, float(np.abs(values).max())))
+    return not len(values) or bool(np.ptp(values) <= 1e-9 * np.abs(values).max())
 
 
 def expanded_tail(clusters: int, *, level: float = 0.95) -> float:
