@@ -87,7 +87,8 @@ def _look(
     if option := "--images" * (images is not None) or "--prompts" * (prompts is not None):
         raise UserError(f"{option} is for an image model, and {model} is none. Leave {option} out.")
     config = read_object(file)
-    kind = "clip" if file.name == "open_clip_config.json" else config.get("model_type") or config.get("_class_name")
+    kind = config.get("model_type") or config.get("_class_name", "model of no type")
+    kind = "clip" if file.name == "open_clip_config.json" else kind
     classes = ", ".join(map(str, config.get("architectures") or ["no class"]))
     looked = f"{kind} {classes} {'vision_config' if 'vision_config' in config else ''}"
     if (job := next((job for mark, job in _KINDS.items() if mark in looked), None)) is None:

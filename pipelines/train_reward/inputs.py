@@ -172,6 +172,8 @@ def _pairs(config: TrainRewardConfig, pairs: PreferenceSet, side: str, notes: li
         return file_triples(pairs, Path(config.data.train).parent)
     triples_in = Path(config.data.train).parent if config.objective.task == "hp" else None
     ties = sum(pair.label == 0.5 for pair in pairs.pairs)
+    if triples_in and ties == len(pairs):
+        raise UserError(f"all {ties} pairs are ties, and hp learns from pairs with a winner. Give other pairs.")
     if triples_in and ties:  # hp weighs a pair by |2p − 1|
         notes.append(f"data.train: {ties} ties are left out; hp learns from pairs with a winner.")
     if any(pair.extra.get("image_refined") for pair in pairs.pairs):

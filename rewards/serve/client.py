@@ -88,9 +88,10 @@ class RemoteReward:
         token = token or (os.environ.get(token_env) if token_env else None) or ""
         check_counts("remote", attempts=attempts, batch_size=batch_size)
         is_header = token.isascii() and (token + "_").isprintable() and " " not in token  # httpx's error would show it
+        are_positive = pause > 0 and (timeout is None or timeout > 0)
         rules = {
             f"url is {url!r}; give the address of a server, or a list of them": bool(urls),
-            f"timeout is {timeout} and pause {pause}; allowed are seconds above 0": (timeout or 1) > 0 < pause,
+            f"timeout is {timeout} and pause {pause}; allowed are seconds above 0": are_positive,
             "token holds characters that no HTTP header may hold, such as a line break or a space": is_header,
         }
         check_rules("remote", rules)

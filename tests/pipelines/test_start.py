@@ -84,6 +84,7 @@ def test_batches_that_a_plan_says_will_not_fit_are_not_planned(monkeypatch):
         ({"notes.txt": ""}, (), r"is no model: it has notes.txt, and neither model_index.json"),
         ({}, (), r"it has nothing"),
         ({"config.json": {"model_type": "t5", "architectures": ["T5Model"]}}, (), r"is a t5 (T5Model), and no job"),
+        ({"config.json": {}}, (), r"is a model of no type (no class), and no job"),
         ({"config.json": {"_class_name": "AutoencoderKL"}}, (), r"is a AutoencoderKL (no class), and no job"),
         ({"model_index.json": {"_class_name": "OtherPipeline"}}, (), r"is a OtherPipeline, which is of no family"),
         ({"model_index.json": {"_class_name": "QwenImageEditPipeline"}}, (), r"Give --prompts with a .jsonl file"),

@@ -103,6 +103,9 @@ def test_a_judge_of_winners_leaves_ties_out(tmp_path, rows):
     rows[0] |= {"label": "tie", "votes_left": 1, "votes_right": 1}
     inputs = prepare_reward(_config(tmp_path, rows, "model.kind=hp", "objective.task=hp"))
     assert len(inputs.train) == len(rows) - 1 and any("1 ties are left out" in note for note in inputs.notes)
+    ties = [row | {"label": side, "annotator": side} for row in rows[1:3] for side in ("left", "right")]
+    with pytest.raises(UserError, match=r"data\.train: all 2 pairs are ties, and hp learns from pairs with a winner"):
+        prepare_reward(_config(tmp_path, ties, "model.kind=hp", "objective.task=hp"))
 
 
 def test_votes_for_another_side_than_the_label_are_not_learnt(tmp_path, rows):

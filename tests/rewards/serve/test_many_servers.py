@@ -77,6 +77,8 @@ def test_lists_are_options_like_any_other(three: Any):
     for empty in ("", " , ", []):
         with pytest.raises(ValueError, match="give the address of a server, or a list of them"):
             RemoteReward(empty)
+    with pytest.raises(ValueError, match=r"timeout is 0 and pause 0\.25; allowed are seconds above 0"):
+        RemoteReward(urls, timeout=0)
 
 
 def test_every_server_answers_with_the_same_judge_or_is_refused_by_name(three: Any):
