@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlowRL's balance: where it rests, and whom its gradients reach.
+"""FlowRL's balance and DRO: where they rest, whom gradients reach, and what is absent.
 
 Values and gradients of the released codes stand in tests/golden.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from visalign.core import aggregate, count_step, log_ratio
-from visalign.core.surrogates.balance import flow_balance
+from visalign.core.surrogates.balance import dro, flow_balance
 from visalign.core.surrogates.ratios import ratio_level
 
 DOUBLE: dict[str, Any] = {"dtype": torch.float64}
@@ -58,3 +58,16 @@ def test_flow_balance_rests_at_the_reward_distribution() -> None:
     losses = flow_balance(target[:, None], ref[:, None], log_z, reward, ones, beta=2.0)
     torch.testing.assert_close(losses, torch.zeros(5, 1, **DOUBLE))
     assert flow_balance(ref[:, None], ref[:, None], log_z, reward, ones, beta=2.0).max() > 0.1
+
+
+def test_what_is_absent_adds_nothing() -> None:
+    d = draw()
+    absent = WEIGHT == 0
+    new, ref = (d[name].masked_fill(absent, torch.nan).requires_grad_() for name in ("new", "ref"))
+    for loss in (
+        flow_balance(new, ref, d["log_z"], d["reward"], WEIGHT, log_ratio=ref * 0),
+        dro(new, new - ref, ref, beta=1.0, weight=WEIGHT),
+    ):
+        (grad,) = torch.autograd.grad(loss.sum(), new, retain_graph=True)
+        for values in (loss, grad):
+            assert values.isfinite().all() and torch.equal(values != 0, ~absent)
