@@ -218,7 +218,7 @@ def score_named(reward: Any, samples: Any, prompts: Sequence[Any], metadata: Any
 
     def score_rows(start: int, stop: int | None) -> Any:
         rows = slice(start, stop)
-        return reward.score(samples[rows], *copy_records([prompts[rows], metadata and metadata[rows]]))
+        return reward.score(samples[rows], *copy_records([list(prompts[rows]), metadata and list(metadata[rows])]))
 
     with unchanged(name, samples), Naming(name, score_rows, len(prompts)):
         answer = score_rows(0, None)

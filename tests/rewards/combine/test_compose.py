@@ -252,7 +252,8 @@ def test_a_reward_gets_records_of_its_own():
     for scorer, samples in sums:
         assert scorer.score(samples, PROMPTS, records).value.tolist() == [4] * 4
     assert Ensemble({"a": one, "b": one}).score(IMAGES, PROMPTS, records).value.tolist() == [2] * 4
-    assert score_named(one, IMAGES, PROMPTS, records, name="greedy").value.tolist() == [2] * 4
+    for form in (list, tuple):
+        assert score_named(one, IMAGES, form(PROMPTS), form(records), name="greedy").value.tolist() == [2] * 4
     assert rank(IMAGES, "p", one, metadata=records[0]).valid.all()
 
     def greedy(prompts, images=None, completions=(), metadata=(), n=(), **_):
