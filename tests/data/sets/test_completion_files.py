@@ -101,6 +101,13 @@ def test_bad_rows_by_their_message(load, row, message, tmp_path):
         load(_file(tmp_path, row))
 
 
+def test_columns_of_another_layout_may_be_empty(tmp_path: Path) -> None:
+    rows = [{**row, "chosen": None, "rejected": None} for row in _judged(("p", "good", 1), ("p", "bad", 0))]
+    assert load_pairs(_file(tmp_path, *rows)).records == [PAIR]
+    (tmp_path / "a.csv").write_text("prompt,completion,reward,label,chosen\np,good,1,,\np,bad,0,,\n")
+    assert [vote["label"] for vote in load_votes(tmp_path / "a.csv").records] == [True, False]
+
+
 def test_the_header_of_a_sheet_with_empty_cells_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pandas = pytest.importorskip("pandas")
     cells = [(f"p{k}", "good", "bad", 2.0 if k == 0 else None) for k in range(4)]

@@ -148,7 +148,10 @@ def _read(
         row = split_pair(rename_columns(path, cells, names or {}))
         row = read_conversation(_scored_list(row) if RANKED in layouts else row, f"Row {number} of '{path}'")
         if not rows:
-            columns = next((layout for layout in layouts if set(layout) <= set(row)), layouts[0])
+            matching = [layout for layout in layouts if set(layout) <= set(row)]
+            columns = next(
+                (layout for layout in matching if None not in map(row.get, layout)), (matching or layouts)[0]
+            )
         require_columns(path, row, ("prompt", *columns), purpose=f"{purpose} (or prompt with {alternatives})")
         values: Record = {name: _CELLS.get(name, completion_text)(row[name]) for name in columns if name != "label"}
         if columns == RANKED and len(values["completions"] or "") != len(values["scores"] or ""):
