@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.training.images import Brightness, ToyPolicy, check_resume, toy_trainer
+from tests.support.training.images import ROLLOUT, Brightness, ToyPolicy, check_resume, toy_trainer
 from tests.support.training.text import Letters, toy_text_trainer, weights_of
 from visalign.errors import UserError
 from visalign.interfaces import RewardCapabilities, Scores
@@ -97,14 +97,18 @@ def test_a_resumed_run_that_makes_samples_ahead_equals_one_that_went_on(tmp_path
 
 
 class Heard(ToyPolicy):
-    """A policy that signals sampling and updates."""
+    """A policy that signals updates, and sampling beyond the first `steps` velocities."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps: int) -> None:
         super().__init__()
-        self.sampled, self.updated = threading.Event(), threading.Event()
+        self.sampled, self.updated, self.steps = threading.Event(), threading.Event(), steps
 
     def velocity(self, *arguments: Any, **more: Any) -> Any:
-        (self.updated if torch.is_grad_enabled() else self.sampled).set()
+        self.steps -= not torch.is_grad_enabled()
+        if torch.is_grad_enabled():
+            self.updated.set()
+        elif self.steps < 0:
+            self.sampled.set()
         return super().velocity(*arguments, **more)
 
 
@@ -112,7 +116,7 @@ class Heard(ToyPolicy):
 def test_a_judge_is_asked_beside_the_next_samples_and_beside_the_update(tmp_path, how, call):
     """Of two stretches the first judgement ends only once the second is being sampled; of samples made ahead
     only once the update runs. If the judge blocked, both would wait for ever."""
-    policy, met = Heard(), []
+    policy, met = Heard(ROLLOUT["steps"]), []
 
     class Waiting(Brightness):
         calls = 0
@@ -120,9 +124,7 @@ def test_a_judge_is_asked_beside_the_next_samples_and_beside_the_update(tmp_path
         def score(self, images: Any, prompts: Any, metadata: Any = None) -> Scores:
             self.calls += 1
             if self.calls == call:
-                event = policy.sampled if call == 1 else policy.updated
-                event.clear()
-                met.append(event.wait(20))
+                met.append((policy.sampled if call == 1 else policy.updated).wait(20))
             return super().score(images, prompts, metadata)
 
     run = {"iterations": 2, "checkpoint_every": 100}
