@@ -164,7 +164,7 @@ class FunctionReward:
     def _call(self, request: Request, rows: list[int]) -> Any:
         """Call the function with copies of the readable rows, never with the caller's own data."""
         images = self._convert([image for _, image in request.images.readable()])
-        _, prompts, records = request.select(rows)
+        _, prompts, records = request.select(rows, stack=False)
         keys = dict.fromkeys(key for record in records if record for key in record)
         columns: dict[str, Any] = {key: [(record or {}).get(key) for record in records] for key in keys}
         columns |= {"images": images, "completions": images, "prompts": prompts, "metadata": records}
