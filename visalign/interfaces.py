@@ -201,18 +201,6 @@ def unchanged(name: str, samples: Any) -> Iterator[None]:
         raise UserError(f"Reward {name!r} changes its images in place. Have it work on images.clone().")
 
 
-def check_answer(name: str, answer: Any, size: int, noun: str = "sample") -> Scores:
-    """Check that a reward returned one score per sample; `noun` names a sample."""
-    if isinstance(answer, Scores) and len(answer) == size:
-        return answer
-    returned = f"{len(answer)} scores" if isinstance(answer, Scores) else f"a {type(answer).__name__}"
-    raise RewardError(
-        f"Reward {name!r} returned {returned} for {size} {noun}s; it must return visalign.interfaces.Scores, one for "
-        "each, or be a plain function that returns numbers. visalign.rewards.check_reward(reward), or of texts "
-        "check_text_reward, finds the fault."
-    )
-
-
 def score_named(reward: Any, samples: Any, prompts: Sequence[Any], metadata: Any = None, *, name: str) -> Scores:
     """Score samples by a reward, one score for each; what it raises names the reward and the sample."""
 
@@ -222,7 +210,14 @@ def score_named(reward: Any, samples: Any, prompts: Sequence[Any], metadata: Any
 
     with unchanged(name, samples), Naming(name, score_rows, len(prompts)):
         answer = score_rows(0, None)
-    return check_answer(name, answer, len(prompts))
+    if isinstance(answer, Scores) and len(answer) == len(prompts):
+        return answer
+    returned = f"{len(answer)} scores" if isinstance(answer, Scores) else f"a {type(answer).__name__}"
+    raise RewardError(
+        f"Reward {name!r} returned {returned} for {len(prompts)} samples; it must return visalign.interfaces.Scores, "
+        "one for each, or be a plain function that returns numbers. visalign.rewards.check_reward(reward), or of "
+        "texts check_text_reward, finds the fault."
+    )
 
 
 @runtime_checkable

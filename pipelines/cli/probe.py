@@ -30,7 +30,7 @@ def probe_reward(
     options: opt.Options = None,
     device: opt.Device = None,
     only: Annotated[opt.Repeated, Option("--only", help="Name of a probe to run; repeat for several.")] = None,
-    count: Annotated[int, Option(help="Maximum number of reference images.", min=2, max=opt.MOST_COUNTED)] = 64,
+    count: Annotated[int, Option(help="Maximum number of reference samples.", min=2, max=opt.MOST_COUNTED)] = 64,
     batch_size: opt.Batch = 32,
     seed: opt.Seed = 0,
     output: opt.NewFolder = None,

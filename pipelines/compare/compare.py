@@ -14,12 +14,11 @@ from torch import Tensor
 
 from visalign.errors import Naming, UserError, excerpt
 from visalign.evaluation.pages.rank_page import SHOWN, rank_page
-from visalign.interfaces import PairwiseReward, PointwiseReward, Preferences, Scores
+from visalign.interfaces import PairwiseReward, PointwiseReward, Preferences, Scores, score_named
 from visalign.pipelines.score.image_rows import image_rows, require_still, require_text_name
 from visalign.pipelines.score.provenance import domain_note, provenance
 from visalign.pipelines.score.report import load_shown_images
 from visalign.pipelines.score.score import finite_or_none
-from visalign.rewards.base.contract import check_answer
 from visalign.rewards.base.failure import failure_reasons
 from visalign.rewards.base.images import load_images
 from visalign.rewards.pairs.as_pairwise import TIE, PairsFromScores, logistic_odds, normal_odds
@@ -79,8 +78,7 @@ _NO_RESULT = {"winner": "failed", "sure": None, "prob": None, "difference": None
 
 
 def _compare_scores(judge: Any, images: Sequence[Tensor], prompt: str) -> dict[str, Any]:
-    scores = judge.score(list(images), [prompt] * 2, [None] * 2)
-    check_answer(judge.name, scores, 2, "image")
+    scores = score_named(judge, list(images), [prompt] * 2, [None] * 2, name=judge.name)
     sides = {}
     for row, (name, reason) in enumerate(zip(SIDES, failure_reasons(scores), strict=True)):
         value = finite_or_none(scores.value[row]) if reason is None else None

@@ -21,11 +21,11 @@ from visalign.data.sets.text_rows import text_record
 from visalign.errors import Naming, UserError
 from visalign.evaluation.rewards.pair_scores import PairScores, from_probabilities, from_scores
 from visalign.evaluation.rewards.quality import QualityScores, from_values
-from visalign.interfaces import PairwiseReward, PointwiseReward
+from visalign.interfaces import PairwiseReward, PointwiseReward, score_named
 from visalign.pipelines.score.log import Logged, ScoreLog, score_key
 from visalign.pipelines.score.score import MISSING, check_batch_size, finite_or_none, read_number
 from visalign.rewards.base.ahead import decode_ahead
-from visalign.rewards.base.contract import RewardError, check_answer
+from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.failure import FailureAlarm, failure_reasons
 from visalign.rewards.pairs.asking import check_preferences
 
@@ -132,8 +132,7 @@ def _answer_batch(reward: Any, batch: Sequence[tuple[str, _Request]], ahead: Ite
 
 
 def _score_batch(reward: Any, images: list[Any], prompts: list[str], records: list[Any]) -> list[Logged]:
-    scores = reward.score([image for (image,) in images], prompts, records)
-    check_answer(reward.name, scores, len(prompts), "image")
+    scores = score_named(reward, [image for (image,) in images], prompts, records, name=reward.name)
     stds = [None] * len(prompts) if scores.std is None else scores.std
     return list(map(_logged, scores.value, failure_reasons(scores), stds))
 

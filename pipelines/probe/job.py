@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Probe a reward on reference images: its responses to changes that should not move it."""
+"""Probe a reward on reference samples: its responses to changes that should not move it."""
 
 from __future__ import annotations
 

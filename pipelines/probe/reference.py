@@ -98,7 +98,7 @@ def read_reference(source: str, rows: Sequence[ImageRow]) -> Reference:
             samples.append(Sample(image, row.prompt))
             metadata.append(row.metadata)
     if not samples:
-        raise UserError(f"None of the {len(rows)} reference images of {source} can be read: {reasons[0]}")
+        raise UserError(f"None of the {len(rows)} reference samples of {source} can be read: {reasons[0]}")
     others, strangers = _find_rivals(samples)
     counts = {"unreadable": len(reasons), "strangers": strangers}
     return Reference(source, tuple(samples), tuple(metadata), others=others, **counts)

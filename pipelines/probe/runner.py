@@ -16,8 +16,8 @@ from visalign.data.sets.image_references import CompletionText
 from visalign.errors import Naming, UserError
 from visalign.evaluation.probes import response
 from visalign.evaluation.probes.catalogue import Level, Probe, Sample
-from visalign.interfaces import PairwiseReward, PointwiseReward, with_capabilities
-from visalign.rewards.base.contract import RewardError, check_answer
+from visalign.interfaces import PairwiseReward, PointwiseReward, score_named, with_capabilities
+from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.failure import failure_reasons
 from visalign.rewards.base.images import as_contract, to_pil, to_uint8
 from visalign.rewards.pairs.asking import check_preferences, read_preferences
@@ -139,7 +139,7 @@ class ProbeRunner(ABC):
 
     def _require_unit(self, has_unit: bool, size: int, reasons: Sequence[str | None], what: str) -> None:
         """Refuse a reward with fewer than two answers, or with answers that are all equal."""
-        count, remedy = len(self.scored), "Give --reference images that it"
+        count, remedy = len(self.scored), "Give --reference samples that it"
         if count < 2:
             reason = next((f": {reason}" for reason in reasons if reason), "")
             raise UserError(f"{self.name} judged {count} of {size} {what}, and 2 are needed{reason}. {remedy} judges.")
@@ -186,7 +186,7 @@ class ScoreRunner(ProbeRunner):
         scores = self.value[self.scored]
         self.spread = float(scores.std(ddof=1)) if len(scores) > 1 else 0.0
         has_unit = self.spread > 1e-9 * max(1.0, float(np.abs(scores).max(initial=0.0)))
-        self._require_unit(has_unit, len(rows), self.reasons, "reference images")
+        self._require_unit(has_unit, len(rows), self.reasons, "reference samples")
 
     def run_level(self, probe: Probe, level: Level, seed: int) -> LevelResult:
         left_out = 0
@@ -221,8 +221,7 @@ class ScoreRunner(ProbeRunner):
         return (self.reference.samples[row],)
 
     def _ask(self, sides: list[Any], prompts: list[str], records: list[Any] | None) -> Answer:
-        scores = self.reward.score(sides[0], prompts, records)
-        check_answer(self.name, scores, len(prompts), "image")
+        scores = score_named(self.reward, sides[0], prompts, records, name=self.name)
         value = np.where(scores.valid.cpu().numpy(), scores.value.detach().cpu().double().numpy(), np.nan)
         value = np.where(np.isfinite(value), value, np.nan)
         default = ("the reward gave no finite number" if np.isnan(number) else None for number in value)
@@ -266,7 +265,7 @@ class PairRunner(ProbeRunner):
         self.scored = [row for row in self.paired if np.isfinite(self.real.value[row])]
         leads = self.real.value[self.scored]
         self.spread = float(np.sqrt((leads**2).mean() / 2)) if len(leads) else 0.0
-        self._require_unit(self.spread > TIE, len(self.paired), self.real.reasons, "pairs of reference images")
+        self._require_unit(self.spread > TIE, len(self.paired), self.real.reasons, "pairs of reference samples")
         unbiased = np.abs(self.real.bias[self.scored]).max() <= response.LIMITS["same"] * self.spread
         self.one_order = self.judge.capabilities.both_orders and bool(unbiased)
         self.rows = [row for row in rows if row in self.scored or row not in self.paired]

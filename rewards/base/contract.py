@@ -18,7 +18,6 @@ from torch import Tensor
 from visalign.data.sets.prompt_files import record_key
 from visalign.errors import RewardError as RewardError
 from visalign.interfaces import Metadata, Preferences, Scores
-from visalign.interfaces import check_answer as check_answer
 
 from .images import ImageBatch, as_contract, load_images
 

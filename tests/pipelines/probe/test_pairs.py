@@ -109,7 +109,7 @@ def test_a_judge_that_averages_both_orders_itself_is_asked_once(tmp_path: Path) 
     result["reference"]["strangers"] = 7
     page = write_probe(tmp_path, result, world()).read_text()
     assert "It averages both orders itself" in page
-    assert "7 of 40 reference images are the only one of their prompt" in page
+    assert "7 of 40 reference samples are the only one of their prompt" in page
 
     class OnlySaysSo(PrefersTheLeft):
         capabilities = RewardCapabilities(both_orders=True)
@@ -178,7 +178,7 @@ def test_pairs_that_fail_are_left_out_everywhere() -> None:
 
 
 def test_what_cannot_be_probed_is_said() -> None:
-    with pytest.raises(UserError, match="brightness_pairs gives all 3 pairs of reference images the same answer, so"):
+    with pytest.raises(UserError, match="brightness_pairs gives all 3 pairs of reference samples the same answer, so"):
         probe_reward(BrightnessPairs(scale=0.0), by_hand(0.2, 0.4, 0.6))
 
     with pytest.raises(ValueError, match="There is no probe 'swap'"):  # it scores single images
@@ -197,7 +197,7 @@ def test_the_others_of_ones_own_images(tmp_path: Path) -> None:
     threes = [[(a, "three"), (b, "three")] for a, b in ((2, 4), (4, 0), (0, 2))]
     assert contents == [threes[0], [(5, "two")], threes[1], [(4, "one"), (5, "one")], threes[2], []]
     assert reference.strangers == 1
-    with pytest.raises(UserError, match="judged 0 of 0 pairs of reference images, and 2 are needed"):
+    with pytest.raises(UserError, match="judged 0 of 0 pairs of reference samples, and 2 are needed"):
         probe_reward(BrightnessPairs(), read_reference("here", rows[:1]))
 
 
@@ -223,7 +223,7 @@ def test_the_command_takes_ones_own_judge(tmp_path: Path, monkeypatch: Any) -> N
     output = " ".join(outcome.output.split())
     assert outcome.exit_code == 1, outcome.output
     assert "of 6 probes move it: an image against itself, left and right exchanged" in output
-    assert "12 of 12 pairs of reference images (shapes world)" in output
+    assert "12 of 12 pairs of reference samples (shapes world)" in output
     assert "50.0 %" in output and "by chance" in output
     result = json.loads(Path("out/probe.json").read_text())
     assert result["judge"]["kind"] == "comparisons" and list(verdicts(result)) == names

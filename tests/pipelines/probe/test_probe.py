@@ -135,11 +135,11 @@ def test_what_cannot_be_probed_is_said() -> None:
             value = torch.where(valid, torch.full((len(prompts),), 0.5), torch.nan)
             return Scores(value=value, valid=valid, unit="x", reason=[None if self.valid else "no"] * len(prompts))
 
-    with pytest.raises(UserError, match="constant gives all 64 reference images the same answer, so its"):
+    with pytest.raises(UserError, match="constant gives all 64 reference samples the same answer, so its"):
         probe_reward(Constant(), world())
     silent = Constant()
     silent.valid = False
-    with pytest.raises(UserError, match="constant judged 0 of 64 reference images, and 2 are needed: no"):
+    with pytest.raises(UserError, match="constant judged 0 of 64 reference samples, and 2 are needed: no"):
         probe_reward(silent, world())
 
 
@@ -149,7 +149,7 @@ def test_unreadable_reference_images_are_left_out(tmp_path: Path) -> None:
     rows = [ImageRow(image=str(tmp_path / name), prompt="x") for name in ("a.png", "b.png")]
     reference = read_reference("here", rows)
     assert len(reference.samples) == 1 and reference.unreadable == 1
-    with pytest.raises(UserError, match=r"None of the 1 reference images of here can be read: .*b\.png"):
+    with pytest.raises(UserError, match=r"None of the 1 reference samples of here can be read: .*b\.png"):
         read_reference("here", rows[1:])
 
 

@@ -106,11 +106,11 @@ def unit_in_words(result: Mapping[str, Any]) -> str:
         return (
             f"A response of 1 is {size} for the changed image: one standard deviation of the strengths "
             f"that would explain its answers to {reference['judged']} of {reference['size']} pairs of "
-            f"reference images ({reference['source']})."
+            f"reference samples ({reference['source']})."
         )
     return (
         f"A response of 1 is {size}: one standard deviation of its scores of {reference['judged']} of "
-        f"{reference['size']} reference images ({reference['source']})."
+        f"{reference['size']} reference samples ({reference['source']})."
     )
 
 
