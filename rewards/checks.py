@@ -119,8 +119,7 @@ class _Case:
     @property
     def is_relative(self) -> bool:
         """True where a score may depend on the other samples."""
-        needs = with_capabilities(self.reward).capabilities
-        return needs.needs_batch or needs.needs_group
+        return with_capabilities(self.reward).capabilities.compares_samples
 
     def run(self, rows: Iterable[int], samples: Any = None) -> Scores:
         """Score copies of the chosen rows, or other samples with their prompts and records."""

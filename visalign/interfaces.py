@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -160,6 +160,18 @@ class RewardCapabilities:
     never change."""
     read_answer: Callable[[str, Mapping[str, Any]], str | None] | None = None
     """Function of a completion and its metadata that reads the answer which is judged; None: the reward names none."""
+
+    @property
+    def compares_samples(self) -> bool:
+        """True where a score depends on other samples of the call."""
+        return self.needs_group or self.needs_batch
+
+    @classmethod
+    def of(cls, rewards: Collection[Any], **fields: Any) -> RewardCapabilities:
+        """Declare the inputs that rewards need together, for a reward made of them, and further fields."""
+        names = ("needs_group", "needs_batch", "needs_prompt", "takes_clips")
+        needs = {name: any(getattr(reward.capabilities, name) for reward in rewards) for name in names}
+        return cls(**{**needs, **fields})
 
 
 def with_capabilities(reward: Any) -> Any:

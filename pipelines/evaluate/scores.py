@@ -21,7 +21,7 @@ from visalign.data.sets.text_rows import text_record
 from visalign.errors import Naming, UserError
 from visalign.evaluation.rewards.pair_scores import PairScores, from_probabilities, from_scores
 from visalign.evaluation.rewards.quality import QualityScores, from_values
-from visalign.interfaces import PairwiseReward, PointwiseReward, score_named
+from visalign.interfaces import PairwiseReward, PointwiseReward, score_named, with_capabilities
 from visalign.pipelines.score.log import Logged, ScoreLog, score_key
 from visalign.pipelines.score.score import MISSING, check_batch_size, finite_or_none, read_number
 from visalign.rewards.base.ahead import decode_ahead
@@ -99,6 +99,8 @@ def _ask(
     with ExitStack() as stack:
         scores = stack.enter_context(closing(ScoreLog(log, {reward.name: reward}, Logged)))
         answers = {key: entry for key in distinct if (entry := scores.get(key)) is not None}
+        if len(answers) < len(distinct) and with_capabilities(reward).capabilities.compares_samples:
+            answers = {}
         remaining = [(key, request) for key, request in distinct.items() if key not in answers]
         images = [image for _, request in remaining for image in request.images]
         ahead = stack.enter_context(closing(decode_ahead(images, resolve_image, [reward])))

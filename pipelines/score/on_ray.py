@@ -83,8 +83,8 @@ def score_on_ray(
     if parents := [item for item in items if item.is_dir() and output.is_relative_to(item.absolute())]:
         raise UserError(f"The output '{output}' lies in '{parents[0]}', which is to be scored. Give another.")
     check_run_folder(output, resume=resume)
-    if names := [name for name, r in rewards.items() if with_capabilities(r).capabilities.needs_batch]:
-        raise UserError(f"{', '.join(names)} scores all images of a call together. Leave --engine ray out.")
+    if names := [name for name, r in rewards.items() if with_capabilities(r).capabilities.compares_samples]:
+        raise UserError(f"{', '.join(names)} scores images against each other. Leave --engine ray out.")
     parts = find_parts(items, clips=options.clips, prompt=options.prompt)
     for part in parts:
         check_part(part, options)

@@ -54,7 +54,7 @@ def takes_clips(reward: Any) -> bool:
 
 def check_batch_size(name: str, reward: Any, count: int, batch_size: int) -> None:
     """Refuse a reward that scores the samples of a batch against each other where one batch does not hold all."""
-    if count > batch_size and with_capabilities(reward).capabilities.needs_batch:
+    if count > batch_size and with_capabilities(reward).capabilities.compares_samples:
         raise UserError(
             f"{name} scores the samples of a batch against each other, and {count} are more than one batch of "
             f"{batch_size}. Set --batch-size {count}."
@@ -103,10 +103,11 @@ def _scored(
 ) -> list[ScoreRow]:
     """Collect one reward's rows of a batch: stored ones, unreadable references, and new scores."""
     keys = [_key(row, label) for row in batch if store is not None]
-    rows, images = dict[int, ScoreRow](), dict[int, Any]()
+    stored = {index: entry for index, key in enumerate(keys) if store and (entry := store.get(key)) is not None}
+    compares = with_capabilities(reward).capabilities.compares_samples
+    rows, images = {} if compares and len(stored) < len(batch) else stored, dict[int, Any]()
     for index, row in enumerate(batch):
-        if store is not None and (stored := store.get(keys[index])) is not None:
-            rows[index] = stored
+        if index in rows:
             continue
         try:
             is_decoded = takes_decoded(reward) and decoded[index] is not None
@@ -114,7 +115,13 @@ def _scored(
         except UserError as error:
             about = {"unit": reward.unit, "higher_is_better": reward.higher_is_better, "prompt": row.prompt}
             rows[index] = ScoreRow(image=row.image, reward=label, value=None, reason=str(error), **about)
-    for indices in _split_by_pixels(images, pixels_of_clip if takes_clips(reward) else pixels_of):
+    parts = list(_split_by_pixels(images, pixels_of_clip if takes_clips(reward) else pixels_of))
+    if compares and len(parts) > 1:
+        raise UserError(
+            f"{label} scores images against each other, and these have more than {max_pixels()} pixels together. "
+            "Shrink them, or raise the environment variable VISALIGN_MAX_PIXELS."
+        )
+    for indices in parts:
         scores = _score(label, reward, [batch[i] for i in indices], [images[i] for i in indices])
         rows |= zip(indices, scores, strict=True)
         if store is not None:

@@ -28,10 +28,8 @@ class _Cached:
     def __init__(self, judge: Any, cache: ScoreCache, *, identity: Identity | None = None) -> None:
         self.judge, self.cache, self.name = with_capabilities(judge), cache, judge.name
         self._identity = identity
-        if self.judge.capabilities.needs_group:
-            raise RewardError(
-                f"Reward {judge.name!r} scores an image against its group. Cache the judge that it asks."
-            )
+        if self.judge.capabilities.compares_samples:
+            raise RewardError(f"Reward {judge.name!r} scores images against each other. Cache the judge that it asks.")
         if not isinstance(identity or judge.identity, Identity):
             raise RewardError(f"Reward {judge.name!r} has no identity. Give identity=Identity(judge=..., model=...).")
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from visalign.interfaces import Metadata, PointwiseReward, Scores, score_named, with_capabilities
+from visalign.interfaces import Metadata, PointwiseReward, RewardCapabilities, Scores, score_named, with_capabilities
 from visalign.model_files import read_object
 from visalign.rewards.base.contract import RewardError, check_choices, check_rules, make_scores
 from visalign.rewards.base.failure import failure_reasons
@@ -55,6 +55,7 @@ class Calibrated:
         if isinstance(reward, str):
             reward = load_reward(reward, run_device=device, **options)
         self.reward = with_capabilities(reward)
+        self.capabilities = RewardCapabilities.of([self.reward])
         if isinstance(reference, str | Path):
             reference, std = _read(Path(reference))
         self._value = torch.as_tensor(reference, dtype=torch.float64).flatten()
@@ -162,6 +163,7 @@ class Corrected:
             if judge.capabilities.needs_group or not judge.higher_is_better or not is_scale:
                 remedy = "give a score of single images, the higher the better, for quality points from 1 to 5"
                 raise RewardError(f"corrected: {part} is {judge.name}; {remedy}.")
+        self.capabilities = RewardCapabilities.of(self.rewards.values())
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         scores = [score_named(judge, images, prompts, metadata, name=part) for part, judge in self.rewards.items()]

@@ -46,8 +46,6 @@ class Ensemble:
             Needed where units or directions differ.
     """
 
-    capabilities = RewardCapabilities()
-
     def __init__(
         self,
         members: Mapping[str, PointwiseReward],
@@ -83,6 +81,7 @@ class Ensemble:
             check_scales("calibration", calibration, labels)
         self.name = name
         self.members = {label: with_capabilities(member) for label, member in members.items()}
+        self.capabilities = RewardCapabilities.of(self.members.values(), takes_clips=False)
         self.how, self.strength, self.ddof, self.min_members = how, strength, ddof, needed
         first = members[labels[0]]
         self._scale = {label: (0.0, 1.0) for label in labels} | dict(calibration or {})

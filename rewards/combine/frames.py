@@ -46,8 +46,7 @@ class Frames:
         self.frames, self.name = frames, f"{self.reward.name}_frames"
         self.unit, self.range = self.reward.unit, self.reward.range
         self.higher_is_better = self.reward.higher_is_better
-        needs_prompt = self.reward.capabilities.needs_prompt
-        self.capabilities = RewardCapabilities(takes_clips=True, needs_prompt=needs_prompt)
+        self.capabilities = RewardCapabilities.of([self.reward], takes_clips=True)
 
     @property
     def identity(self) -> Identity | None:

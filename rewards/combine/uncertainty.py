@@ -45,11 +45,11 @@ class UncertaintyUsed:
     ) -> None:
         check_choices("UncertaintyUsed", how=(how, ("lower_bound", "weight", "bhattacharyya")))
         self.reward: Any = with_capabilities(reward)
-        needs, use = self.reward.capabilities, {"how": how, "strength": strength, "reference": reference}
-        at: Any = needs.at_iteration
-        self.capabilities = RewardCapabilities(
-            needs_group=needs.needs_group,
-            needs_batch=how == "bhattacharyya" or needs.needs_batch,
+        use: Any = {"how": how, "strength": strength, "reference": reference}
+        at: Any = self.reward.capabilities.at_iteration
+        self.capabilities = RewardCapabilities.of(
+            [self.reward],
+            **{"needs_batch": True} if how == "bhattacharyya" else {},
             at_iteration=at and (lambda iteration: UncertaintyUsed(at(iteration), **use)),
         )
         self.how, self.strength, self.reference = how, strength, reference

@@ -105,12 +105,12 @@ class WeightedSum:
         if not self._per_batch:
             ends = [sorted(self._term(label, end) for end in rewards[label][0].range) for label in units]
             self.range = (sum((low for low, _ in ends), 0.0), sum((high for _, high in ends), 0.0))
-        needs = [reward.capabilities for reward, _ in self.rewards.values()]
+        terms = [reward for reward, _ in self.rewards.values()]
+        needs = [term.capabilities for term in terms]
         weights = {label: weight for label, (_, weight) in rewards.items()}
-        self.capabilities = RewardCapabilities(
-            needs_group=any(term.needs_group for term in needs),
-            needs_batch=self._per_batch or any(term.needs_batch for term in needs),
-            takes_clips=any(term.takes_clips for term in needs),
+        self.capabilities = RewardCapabilities.of(
+            terms,
+            **{"needs_batch": True} if self._per_batch else {},
             takes_gpu_images=any(term.takes_gpu_images for term in needs),
             term_weights={label: weight for label, weight in weights.items() if weight},
             recorded_terms={label: self._sign(label) for label, weight in weights.items() if not weight},

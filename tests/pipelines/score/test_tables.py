@@ -113,12 +113,24 @@ def test_images_inside_a_parquet_table(light: Light) -> None:
     assert rows[0]["value"] == pytest.approx(0.4) and rows[0]["image"] == "parquet://t.parquet#image#0"
 
 
-def test_a_reward_of_the_whole_batch_is_not_cut_into_batches(light: Light) -> None:
-    light.capabilities = RewardCapabilities(needs_batch=True)
+@pytest.mark.parametrize("need", ["needs_batch", "needs_group"])
+def test_a_reward_that_compares_images_sees_all_of_them(
+    light: Light, need: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    light.capabilities = RewardCapabilities(**{need: True})
     write("t.jsonl", *({"image": f"images/{k}.png", "prompt": str(k)} for k in (0, 2, 4)))
     output = " ".join(visalign("t.jsonl", "-r", "light", "--batch-size", "2").output.split())
     assert "3 are more than one batch of 2. Set --batch-size 3" in output
     assert visalign("t.jsonl", "-r", "light", "--batch-size", "3").exit_code == 0
+    rows = image_rows([Path("t.jsonl")])
+    with closing(ScoreLog(Path("log"), {"light": light}, ScoreRow)) as log:
+        score_rows(rows[:2], {"light": light}, store=log)
+        light.asked.clear()
+        score_rows(rows, {"light": light}, store=log)
+    assert light.asked == ["0", "2", "4"], "stored scores would be of another batch"
+    monkeypatch.setenv("VISALIGN_MAX_PIXELS", "100")
+    with pytest.raises(UserError, match="these have more than 100 pixels together"):
+        score_rows(rows, {"light": light})
 
 
 def test_records_reach_the_reward(light: Light) -> None:

@@ -245,7 +245,7 @@ def test_refused(tmp_path: Path):
     CachedReward(Nameless(), cache, identity=Identity(judge="nameless", model="1"))
     grouped: Any = Mean()
     grouped.capabilities = RewardCapabilities(needs_group=True)
-    with pytest.raises(RewardError, match=r"against its group\. Cache the judge"):
+    with pytest.raises(RewardError, match=r"against each other\. Cache the judge"):
         CachedReward(grouped, cache)
     with pytest.raises(ValueError, match="4 images and 1 prompts"):
         CachedReward(Mean(), cache).score(PIXELS, ["a"])

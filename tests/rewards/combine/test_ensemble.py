@@ -13,6 +13,7 @@ from tests.support.judges.brightness import Brightness, grey
 from visalign.interfaces import RewardCapabilities, Scores
 from visalign.rewards import RewardError, check_reward, load_images
 from visalign.rewards.base.identity import Identity
+from visalign.rewards.combine.calibrated import Calibrated
 from visalign.rewards.combine.ensemble import Ensemble
 from visalign.rewards.combine.uncertainty import UncertaintyUsed
 
@@ -202,8 +203,9 @@ def test_uncertainty_keeps_the_contract_and_needs_a_std() -> None:
         UncertaintyUsed(Brightness()).score(grey([0.5]), ["p"])
     compares: Any = Fixed(1, std=0.1)
     compares.capabilities = RewardCapabilities(needs_group=True, needs_batch=True)
-    wrapped = UncertaintyUsed(compares).capabilities
-    assert wrapped.needs_group and wrapped.needs_batch
+    pair = {"a": compares, "b": Fixed(2)}
+    for reward in (UncertaintyUsed(compares), Ensemble(pair), Calibrated(compares, [0.0, 1.0])):
+        assert reward.capabilities.needs_group and reward.capabilities.needs_batch
     assert not UncertaintyUsed(Fixed(1)).capabilities.needs_batch
 
 
