@@ -20,12 +20,15 @@ _NUMBER = re.compile(rf"([+-]?)({_PLAIN})(?:[eE]([+-]?\d{{1,4}})|\*10(?:\^|\*\*)
 _POWER = re.compile(rf"([+-]?)({_PLAIN})(?:\^|\*\*)(?:\(([+-]?\d{{1,4}})\)|([+-]?\d{{1,4}}))")
 _RATIO = re.compile(rf"([+-]?)(?:(\d+)\s+)?({_PLAIN})/([+-]?)({_PLAIN})")
 _ROOT = re.compile(r"([+-]?)\\sqrt\s*(?:\{(\d+)\)|(\d))")
+_GROUPED = r"\d{1,3}(?:(?:\{,\}|\\[,;: ]|~)\d{3})+(?!\d)(?:\.\d*)?"
+_TEN = r"\s*(?:\\times|\\cdot|[×·⋅*])\s*10(?:\^|\*\*)"
 _BRACED = r"\{(?:[^{}]|\{[^{}]{0,80}\}){0,80}\}"
 _LEADING_SIGN = r"(?:[\-−](?<!\d[\s$].)\\?[$€£¥]|[+\-−])"  # A minus between two amounts is no sign: 5 -$3
 _LAST_NUMBER = re.compile(
     rf"(?<![\w.]){_LEADING_SIGN}?(?:(?:\d+\s*)?\\(?:[dtc]?frac\s*(?:{_BRACED}|\d)\s*(?:{_BRACED}|\d)"
     rf"|sqrt\s*+(?:\[[^\]]{{0,9}}\])?\s*+(?:{_BRACED}|\d))"
-    rf"|(?:\d+[^\S\n]+(?=\d+/\d))?(?:{_PLAIN})(?:[eE][+-]?\d{{1,4}}|/\d+|\^(?:{_BRACED}|[+-]?\d+))?(?:\s*\\?%)?)"
+    rf"|(?:\d+[^\S\n]+(?=\d+/\d))?(?:{_GROUPED}|{_PLAIN})"
+    rf"(?:[eE][+-]?\d{{1,4}}|[^\S\n]*/[^\S\n]*\d+|(?:{_TEN}|\^)(?:{_BRACED}|[+\-−]?\d+))?(?:\s*\\?%)?)"
     rf"(?:\s*\\pi)?"
 )
 _FRAC = re.compile(r"\\[dtc]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
@@ -159,7 +162,7 @@ def _plain_notation(text: str) -> str:
     text = re.sub(r"^([+-]?)\s+", r"\1", text.strip())
     for sign in _CURRENCY:
         text = text.removeprefix(sign).replace("-" + sign, "-")
-    text = re.sub(r"\s*([*^])\s*", r"\1", text).replace("^{", "^(").replace("}", ")")
+    text = re.sub(r"\s*([*^/])\s*", r"\1", text).replace("^{", "^(").replace("}", ")")
     return text.rstrip(".").strip()
 
 

@@ -136,6 +136,7 @@ def test_numbers_within_a_tolerance():
         *[(r"that makes 2^10 = 1024 or 2^{-1}", "1/2"), (r"thus \sqrt{16}", 4)],
         *[("in 2024 it was 3/4.", "0.75"), ("You need 3 1/2 cups", "3.5"), ("that is -2 3/4.", "-2.75")],
         *[("a profit of -$72", -72), (r"it is $-\$72$.", -72), ("−$1,000.", -1000), ("it costs -€5", -5)],
+        *[(r"so 1.5 \times 10^{3} m", 1500), ("it is 2 × 10^−3", "0.002"), (r"in all 5\,000", 5000)],
         *[("between 10-$20", 20), ("so $5 - $3", 3), ("so $5 -$3", 3), ("$5$-$3$", 3), ("step 3\n1/2", "1/2")],
     ],
 )
@@ -148,7 +149,7 @@ def test_the_last_number_is_read_whole(text, truth):
     [
         *[(r"\frac{3}{4}", 4), (r"2^{10}", 10), (r"\sqrt{2}", 2), (r"2\sqrt{3}", 3), (r"\sqrt[3]{5}", 5)],
         *[("−5", 5), (r"3\pi", 3), (r"\frac{\sqrt{2}}{7}", 7), (r"5^{2x}", 2), ("-$5", 5)],
-        *[("3 1/2", "1/2")],
+        *[("3 1/2", "1/2"), (r"2 \cdot 10^3", 1000), (r"1{,}234", 234), ("3 / 4", 4)],
     ],
 )
 def test_no_part_of_an_expression_is_the_last_number(text, truth):
