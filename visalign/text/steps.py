@@ -19,6 +19,7 @@ from torch import Tensor
 from visalign.core.advantages.process import Place, Reduction, aggregate_steps, span_index, span_rewards
 from visalign.core.rewards.steps import clip_step_rewards, delta_step_rewards
 from visalign.errors import UserError
+from visalign.interfaces import ToolCompletion, policy_text
 
 from .decoding import completion_text
 from .rollout import TextRollout
@@ -77,6 +78,7 @@ def _token_spans(rollout: TextRollout, row: int, tokenizer: Any, reading: StepRe
     """(first token, one past the last) of each step of one completion; together they cover it."""
     length = int((torch.arange(1, rollout.loss_mask.shape[1] + 1) * (rollout.loss_mask[row] != 0)).amax())
     ids, text = rollout.completion_ids[row, :length].tolist(), rollout.text[row]
+    answers = text.answers if isinstance(text, ToolCompletion) else ()
     ended = rollout.stop_reason[row] == "eos"
     if length == 0:
         return []
@@ -90,18 +92,23 @@ def _token_spans(rollout: TextRollout, row: int, tokenizer: Any, reading: StepRe
         pairs = zip(decoded, text, strict=False)
         return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(decoded), len(text)))
 
+    def written(count: int) -> int:
+        """Characters of `policy_text` among the completed ones."""
+        end = completed(count)
+        return end - sum(min(stop, end) - begin for begin, stop in answers if begin < end)
+
     # with a tool the text may end in an answer, behind the last drawn token
     if completed(length) != len(text if rollout.tools is None else decode(length)):
         raise UserError(
             f"This tokenizer reads the tokens of completion {row}, {text[:60]!r}, otherwise. Give that of its policy."
         )
     spans, begin = [], 0
-    pieces = reading.spans(text)
+    pieces = reading.spans(policy_text(text))  # a tool's answers are no steps
     for start, _ in pieces[1:]:  # bisect for the token that completes the text before the step
         low, high = begin, length
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if completed(middle) >= start else (middle + 1, high)
+            low, high = (low, middle) if written(middle) >= start else (middle + 1, high)
         spans.append((begin, low))
         begin = low
     return [*spans, (begin, length)] if pieces else []

@@ -15,9 +15,9 @@ from transformers import Qwen3ForTokenClassification
 from tests.support.models.language import tiny_config, tiny_model, tiny_tokenizer
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.errors import UserError
-from visalign.interfaces import TextReward
+from visalign.interfaces import TextReward, ToolCompletion
 from visalign.rewards import ImplicitProcessReward, ProcessRewardModel, RewardError, check_text_reward
-from visalign.text import Sampling, StoppingCriteria, StopReason, TextRollout, TokenSets
+from visalign.text import Sampling, StoppingCriteria, StopReason, TextRollout, TokenSets, ToolTrace
 from visalign.text.step_tokens import StepEncoder, StepTokens, step_logits
 from visalign.text.steps import StepReading, StepRewards, step_index
 
@@ -126,6 +126,15 @@ def test_tokens_that_hold_an_end_and_a_beginning_or_half_a_letter() -> None:
 def test_a_tokenizer_that_reads_the_tokens_otherwise_is_refused() -> None:
     with pytest.raises(UserError, match="tokenizer reads the tokens of completion 0"):
         step_index(rollout("a\nb"), Pieces(*[b"z"] * 64), StepReading())
+
+
+def test_steps_are_of_what_the_policy_wrote() -> None:
+    """A tool's answer of several lines moves no step of the tokens behind it."""
+    text = ToolCompletion("a\nb\nc\na", [(1, 4)])
+    drawn = torch.tensor([[1.0, 0, 0, 0, 1, 1, 1, 1]])
+    batch = rollout(text, loss_mask=drawn, tools=[ToolTrace(calls=1)])
+    assert step_index(batch, TOKENIZER, StepReading()).tolist() == [[0, -1, -1, -1, 0, 0, 1, 1]]
+    assert judge().score_rollout(batch).tokens()[0].nonzero().flatten().tolist() == [5, 7]
 
 
 def test_step_rewards_as_tokens_and_as_one_number() -> None:
