@@ -308,11 +308,15 @@ def _order(seed: int, epoch: int, total: int) -> np.ndarray:
 
 
 def pair_batch(inputs: Any, examples: Sequence[Example], *, heldout: bool) -> RewardBatch:
-    """Build a batch of pairs, all left ones, then all right ones; with `heldout` the label is the truth."""
+    """Build a batch of pairs, all left ones, then all right ones; with `heldout` the label is the truth.
+
+    Held-out pairs whose label is a share count as one vote, so that calibration is measured against it.
+    """
     count, votes = len(examples), None
-    if any(example.votes is not None for example in examples):
+    if heldout or any(example.votes is not None for example in examples):
         unknown = (math.nan,) * 3
-        votes = torch.tensor([example.votes or unknown for example in examples], dtype=torch.float32)
+        counts = [e.votes or ((e.label, 1 - e.label, 0) if heldout else unknown) for e in examples]
+        votes = torch.tensor(counts, dtype=torch.float32)
     label = [example.truth if heldout else example.label for example in examples]
     return RewardBatch(
         inputs=inputs,

@@ -23,10 +23,12 @@ from visalign.data.sets.sources import load_source
 from visalign.data.shapes.preferences import KINDS
 from visalign.errors import UserError
 from visalign.pipelines.cli.app import app
-from visalign.pipelines.train_reward.examples import file_ratings
+from visalign.pipelines.train_reward.examples import Example, file_ratings, pair_batch
 from visalign.pipelines.train_reward.inputs import prepare_reward
 from visalign.pipelines.train_reward.job import TrainRewardConfig, build_judge, run
 from visalign.rewards.clip.open_clip_folder import save_open_clip
+from visalign.training.reward.heldout import score_batch
+from visalign.training.reward.tasks import TASKS
 
 
 @pytest.fixture
@@ -117,6 +119,14 @@ def test_votes_for_another_side_than_the_label_are_not_learnt(tmp_path, rows):
         (0.5, None),
         (1.0, (6, 2, 0)),
     ]
+
+
+def test_calibration_is_measured_against_held_out_shares_with_and_without_votes():
+    examples = [Example(prompt="", label=label, truth=1.0, votes=v) for label, v in ((0.7, None), (0.5, (3, 1, 0)))]
+    batch = pair_batch(torch.zeros(4), examples, heldout=True)
+    pairs = score_batch({"value": batch.inputs}, batch, TASKS["bradley_terry"])
+    assert pairs.share.tolist() == pytest.approx([0.7, 0.75]) and pairs.weight.tolist() == [1, 4]
+    assert pairs.truth.tolist() == [1, 1]
 
 
 def test_prompts_with_changed_words_stand_for_the_given_ones(tmp_path, rows):
