@@ -21,6 +21,7 @@ from visalign.interfaces import RewardCapabilities, Scores
 from visalign.rewards.text.combine import WeightedTextSum
 from visalign.rewards.text.format import TextFormat
 from visalign.rewards.text.verifiable import VerifiableAnswer
+from visalign.text import ToolTrace
 from visalign.training.loop.metrics import METRICS, check_keys
 from visalign.training.policy.update import bundle_index
 from visalign.training.text.settings import FiltrationSettings, TextObjectiveSettings
@@ -125,6 +126,28 @@ def test_remax_compares_with_the_greedy_completion_to_the_same_record(tmp_path):
     trainer.iterate()
     sampled, greedy = calls
     assert sorted(greedy) == sorted(sampled[::6]) == ["a", "b"]
+
+
+def test_other_completions_start_from_the_records_prompt_and_count_where_they_were_generated(tmp_path):
+    """An environment writes into the prompts of a rollout; its tool fails in the greedy completion to the first."""
+    asked: list[Any] = []
+    trainer = toy_text_trainer(tmp_path, "remax", rollout={"prompts_per_iteration": 2, "max_failure_rate": 1.0})
+    parts = trainer.algorithm.parts
+
+    class Environment:
+        def generate(self, prompts: Any, **options: Any) -> Any:
+            asked.append(list(prompts))
+            rollout = parts.policy.generate(prompts, **options)
+            rollout = replace(rollout, prompt=[f"{prompt} room" for prompt in rollout.prompt])
+            if not options["sampling"].greedy:
+                return rollout
+            traces = [ToolTrace(failed="it hung"), ToolTrace()]
+            return replace(rollout, stop_reason=["tool failed", "eos"], tools=traces)
+
+    trainer.algorithm.parts = replace(parts, generator=Environment())
+    assert 0 < trainer.iterate()["trained_share"] <= 0.5
+    sampled, greedy = asked
+    assert sorted(greedy) == sorted(set(sampled))
 
 
 def test_pars_references_are_what_the_start_policy_makes_of_the_prompt(tmp_path):

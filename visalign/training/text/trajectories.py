@@ -26,6 +26,7 @@ from visalign.seeds import sample_seed
 from visalign.text import Sampling, TextRollout, ToolPolicy
 from visalign.text.rollout import undrawn_rollout
 from visalign.text.steps import StepReading, step_index
+from visalign.text.tool_calls import score_generated
 from visalign.training.loop.judging import reward_weights, score_samples
 from visalign.training.policy.settings import needs_reference
 
@@ -133,10 +134,9 @@ def _prompt_rewards(
     """Rewards [B, count] of other completions to each group's prompt; NaN where scoring failed."""
     if not len(rollout):
         return torch.zeros(0, count)
-    prompts = dict(zip(rollout.group, rollout.prompt, strict=True))
-    labels = list(prompts)
+    labels = list(dict.fromkeys(rollout.group))  # whose prompts an environment has not written into
     other = generator.generate(
-        list(prompts.values()),
+        [records[label]["prompt"] for label in labels],
         seeds=[sample_seed(parts.seed, "beside", str(label), i) for label in labels for i in range(count)],
         num_generations=count,
         sampling=sampling,
@@ -144,7 +144,7 @@ def _prompt_rewards(
         group=labels,
     )
     metadata = [records[label] for label in labels for _ in range(count)]
-    scores = score_samples(parts.reward, list(other.text), metadata)
+    scores = score_generated(other, metadata, lambda texts, _, rows: score_samples(parts.reward, texts, rows))
     value = torch.where(scores.valid.cpu(), scores.value.cpu(), torch.nan).float().view(len(labels), count)
     return value[[labels.index(label) for label in rollout.group]]
 
