@@ -17,7 +17,7 @@ from tests.support.training.text import Letters, OtherEngine, toy_policy, toy_te
 from visalign.adapters.causal_lm.demonstrations import demonstration_rollout
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.errors import UserError
-from visalign.interfaces import RewardCapabilities, Scores
+from visalign.interfaces import RewardCapabilities, Scores, ToolCompletion
 from visalign.rewards.text.combine import WeightedTextSum
 from visalign.rewards.text.format import TextFormat
 from visalign.rewards.text.verifiable import VerifiableAnswer
@@ -25,7 +25,7 @@ from visalign.text import ToolTrace
 from visalign.training.loop.metrics import METRICS, check_keys
 from visalign.training.policy.update import bundle_index
 from visalign.training.text.settings import FiltrationSettings, TextObjectiveSettings
-from visalign.training.text.trajectories import answer_label, check_answers
+from visalign.training.text.trajectories import answer_label, answer_labels, check_answers
 
 TRUNCATE = {"level": "token", "mode": "truncate", "high": 5.0}
 
@@ -131,7 +131,14 @@ def test_remax_compares_with_the_greedy_completion_to_the_same_record(tmp_path):
 def test_other_completions_start_from_the_records_prompt_and_count_where_they_were_generated(tmp_path):
     """An environment writes into the prompts of a rollout; its tool fails in the greedy completion to the first."""
     asked: list[Any] = []
-    trainer = toy_text_trainer(tmp_path, "remax", rollout={"prompts_per_iteration": 2, "max_failure_rate": 1.0})
+    shown: list[str] = []
+
+    class Shown(Letters):
+        def score(self, completions: Any, prompts: Any, metadata: Any = None) -> Scores:
+            shown.extend(prompts)
+            return super().score(completions, prompts, metadata)
+
+    trainer = toy_text_trainer(tmp_path, "remax", reward=Shown(), rollout={"prompts_per_iteration": 2})
     parts = trainer.algorithm.parts
 
     class Environment:
@@ -148,6 +155,7 @@ def test_other_completions_start_from_the_records_prompt_and_count_where_they_we
     assert 0 < trainer.iterate()["trained_share"] <= 0.5
     sampled, greedy = asked
     assert sorted(greedy) == sorted(set(sampled))
+    assert len(shown) == 13 and all(prompt.endswith(" room") for prompt in shown)
 
 
 def test_pars_references_are_what_the_start_policy_makes_of_the_prompt(tmp_path):
@@ -225,6 +233,8 @@ def test_copos_answers_are_those_that_the_reward_reads(tmp_path):
     object.__setattr__(trainer.algorithm.parts.reward, "capabilities", first)
     experience = trainer.algorithm.collect(trainer.context).experience
     assert experience.trajectories.answer.tolist() == [answer_label(text[:1]) for text in experience.rollout.text]
+    told = replace(experience.rollout.rows(slice(1)), text=[ToolCompletion("4b", [(0, 1)])])  # a tool wrote the 4
+    assert answer_labels(trainer.algorithm.parts.reward, told, [{}]).tolist() == [answer_label("b")]
 
 
 def test_rewards_of_single_steps_reach_the_objective(tmp_path):

@@ -125,6 +125,8 @@ def sample_completions(parts: TextParts, sampler: PromptSampler, number: int, cl
 def _submit(scorer: RewardScorer, rollout: TextRollout, records: Records) -> Callable[[], Scores]:
     """Submit a chunk without the samples whose prompts were too long, if it has others."""
     rows = _fits(rollout).nonzero()[:, 0].tolist()
+    # an environment may have written into the prompts
+    records = [{**record, "prompt": prompt} for record, prompt in zip(records, rollout.prompt, strict=True)]
     if len(rows) in (0, len(rollout)):
         return scorer.submit(list(rollout.text), records)
     wait = scorer.submit([rollout.text[i] for i in rows], [records[i] for i in rows])

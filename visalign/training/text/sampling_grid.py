@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -13,11 +14,10 @@ import torch
 from torch import Tensor
 
 from visalign.errors import UserError
-from visalign.interfaces import TextReward
+from visalign.interfaces import TextReward, score_named
 from visalign.seeds import sample_seed
 from visalign.text import Prompt, Sampling, StoppingCriteria
 from visalign.text.tool_calls import score_generated
-from visalign.training.loop.judging import score_samples
 
 from .parts import CompletionGenerator, Records
 
@@ -108,7 +108,9 @@ def sample_point(
                 stopping=stopping,
             )
         metadata = [records[i] for i in index for _ in range(samples)]
-        scores = score_generated(rollout, metadata, lambda texts, _, rows: score_samples(reward, texts, rows))
+        if point.hinted:  # a judge does not see the hint
+            rollout = replace(rollout, prompt=[record["prompt"] for record in metadata])
+        scores = score_generated(rollout, metadata, partial(score_named, reward, name=reward.name))
         value = scores.value.detach().float().cpu()
         valid = scores.valid.cpu() & value.isfinite()
         failures = [reason or "value not finite" for reason in scores.reason or ()]

@@ -22,12 +22,13 @@ from visalign.core.tokens.entropy_terms import nucleus_entropy
 from visalign.core.tokens.fused_head import squared_mass
 from visalign.core.tokens.selection_rules import discriminator_scores
 from visalign.errors import UserError
+from visalign.interfaces import policy_text, score_named
 from visalign.seeds import sample_seed
 from visalign.text import Sampling, TextRollout, ToolPolicy
 from visalign.text.rollout import undrawn_rollout
 from visalign.text.steps import StepReading, step_index
 from visalign.text.tool_calls import score_generated
-from visalign.training.loop.judging import reward_weights, score_samples
+from visalign.training.loop.judging import reward_weights
 from visalign.training.policy.settings import needs_reference
 
 from .parts import CompletionGenerator, TextParts
@@ -144,7 +145,7 @@ def _prompt_rewards(
         group=labels,
     )
     metadata = [records[label] for label in labels for _ in range(count)]
-    scores = score_generated(other, metadata, lambda texts, _, rows: score_samples(parts.reward, texts, rows))
+    scores = score_generated(other, metadata, partial(score_named, parts.reward, name=parts.reward.name))
     value = torch.where(scores.valid.cpu(), scores.value.cpu(), torch.nan).float().view(len(labels), count)
     return value[[labels.index(label) for label in rollout.group]]
 
@@ -153,7 +154,7 @@ def answer_labels(reward: Any, rollout: TextRollout, records: Sequence[Mapping[s
     """Number the answers [b] of completions to records; None where the reward names none."""
     if (read := reward.capabilities.read_answer) is None:
         return None
-    answers = [read(text, record) for text, record in zip(rollout.text, records, strict=True)]
+    answers = [read(policy_text(text), record) for text, record in zip(rollout.text, records, strict=True)]
     return torch.tensor([answer_label(answer) for answer in answers], dtype=torch.int64)
 
 
