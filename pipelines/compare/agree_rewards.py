@@ -19,13 +19,12 @@ from visalign.data.sets.layouts import PAIR_LAYOUTS, QUALITY_LAYOUTS
 from visalign.data.sets.records import PreferenceSet, QualitySet
 from visalign.data.sets.sources import GENERATED, is_named_set, load_source
 from visalign.data.sets.tables import Row, first_row, require_columns
-from visalign.data.sets.text_rows import text_record
 from visalign.errors import UserError
 from visalign.evaluation.pages.agree_page import agree_page, file_tables
 from visalign.evaluation.pages.table_files import FOLDER, write_tables
 from visalign.evaluation.rewards.agreement import LEVEL, agreement, largest_disagreements
 from visalign.interfaces import PointwiseReward
-from visalign.pipelines.score.image_rows import ImageRow, image_rows
+from visalign.pipelines.score.image_rows import ImageRow, image_rows, record_metadata
 from visalign.pipelines.score.provenance import provenance, reward_identity
 from visalign.pipelines.score.report import load_shown_images
 from visalign.pipelines.score.score import MISSING, ScoreRow, finite_or_none, read_number, score_rows
@@ -147,8 +146,7 @@ def _rows_of_pairs(path: Path, pairs: PreferenceSet, scores: Sequence[str]) -> l
     require_columns(path, dict.fromkeys(names), [f"{name}_left" for name in scores], purpose="--scores")
     rows: dict[tuple[str, str], ImageRow] = {}
     for pair in pairs.pairs:
-        record = pair.extra.get("record")
-        metadata = text_record(pair.image_left, pair.extra) or (dict(record) if isinstance(record, Mapping) else {})
+        metadata = record_metadata(pair.image_left, pair.extra)
         for side, image in (("left", pair.image_left), ("right", pair.image_right)):
             if scores:
                 metadata = metadata | {_SCORES: {name: pair.extra.get(f"{name}_{side}") for name in scores}}
@@ -165,7 +163,7 @@ def _rows_of_images(path: Path, records: QualitySet, prompt: str | None, scores:
     rows = []
     for record in records.records:
         columns = {_SCORES: {name: record.extra.get(name) for name in scores}} if scores else {}
-        metadata = text_record(record.image, record.extra) | columns or None
+        metadata = record_metadata(record.image, record.extra) | columns or None
         rows.append(ImageRow(image=record.image, prompt=record.prompt or prompt or "", metadata=metadata))
     return rows
 
@@ -190,7 +188,7 @@ def _rows_of_table(path: Path, prompt: str | None, columns: Columns, scores: Seq
     rows = []
     for number, row in table:
         image = str(row.get("image", f"row {number}"))
-        metadata = text_record(image, row) | {_SCORES: {name: row.get(name) for name in scores}}
+        metadata = record_metadata(image, row) | {_SCORES: {name: row.get(name) for name in scores}}
         metadata |= {_LOWER: sorted(lower)} if lower else {}
         if "://" not in image and (path.parent / image).is_file():
             image = str(path.parent / image)

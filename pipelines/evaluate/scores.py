@@ -14,14 +14,13 @@ from numpy.typing import NDArray
 from scipy import special
 
 from visalign.data.sets.image_references import resolve_image
-from visalign.data.sets.prompt_files import metadata_of, source_of
-from visalign.data.sets.records import PreferencePair, PreferenceSet, QualityRecord, QualitySet
+from visalign.data.sets.records import PreferenceSet, QualitySet
 from visalign.data.sets.tables import listed, nearest_first
-from visalign.data.sets.text_rows import text_record
 from visalign.errors import Naming, UserError
 from visalign.evaluation.rewards.pair_scores import PairScores, from_probabilities, from_scores
 from visalign.evaluation.rewards.quality import QualityScores, from_values
 from visalign.interfaces import PairwiseReward, PointwiseReward, score_named, with_capabilities
+from visalign.pipelines.score.image_rows import record_metadata
 from visalign.pipelines.score.log import Logged, ScoreLog, score_key
 from visalign.pipelines.score.score import MISSING, check_batch_size, finite_or_none, read_number
 from visalign.rewards.base.ahead import decode_ahead
@@ -40,9 +39,9 @@ def score_pairs(pairs: PreferenceSet, reward: PointwiseReward | PairwiseReward, 
     """Score each distinct image and prompt once, or each pair in both orders; a failure is NaN with its reason."""
     requests = []
     for pair in pairs.pairs:
-        left, right = pair.image_left, pair.image_right
+        left, right, metadata = pair.image_left, pair.image_right, record_metadata(pair.image_left, pair.extra) or None
         inputs = ((left,), (right,)) if isinstance(reward, PointwiseReward) else ((left, right), (right, left))
-        requests.append(tuple(_Request(images, pair.prompt, _metadata(pair)) for images in inputs))
+        requests.append(tuple(_Request(images, pair.prompt, metadata) for images in inputs))
     answers = _ask(reward, requests, **asking)
     first, second = (_column(answers, index, "value") for index in (0, 1))
     reasons = [former.reason or latter.reason for former, latter in answers]
@@ -66,7 +65,10 @@ def score_quality(records: QualitySet, reward: PointwiseReward, **asking: Any) -
     if not isinstance(reward, PointwiseReward):
         name = getattr(reward, "name", reward)
         raise RewardError(f"{name!r} compares two images and gives no score of one. Evaluate it on a preference set.")
-    requests = [(_Request((record.image,), record.prompt, _metadata(record)),) for record in records.records]
+    requests = [
+        (_Request((record.image,), record.prompt, record_metadata(record.image, record.extra) or None),)
+        for record in records.records
+    ]
     answers = _ask(reward, requests, **asking)
     std = _column(answers, 0, "std")
     return from_values(
@@ -158,16 +160,6 @@ def _logged(value: Any, reason: str | None, std: Any) -> Logged:
 def _column(rows: Sequence[tuple[Logged, ...]], index: int, name: str) -> NDArray[np.float64]:
     """[N] values or deviations, NaN where there is none."""
     return np.array([getattr(row[index], name) for row in rows], dtype=np.float64)
-
-
-def _metadata(record: PreferencePair | QualityRecord) -> Mapping[str, Any] | None:
-    """Collect the metadata or record of the prompt, and the source of edits, from the extra columns."""
-    reference = record.image_left if isinstance(record, PreferencePair) else record.image
-    if columns := text_record(reference, record.extra):
-        return columns
-    verifier_record, source = record.extra.get("record"), source_of(record.extra)
-    metadata = {**metadata_of(record.extra), **(verifier_record if isinstance(verifier_record, Mapping) else {})}
-    return (metadata if source is None else {**metadata, "source": source}) or None
 
 
 def column_scores(

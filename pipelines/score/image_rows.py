@@ -15,7 +15,7 @@ from typing import Any
 
 from visalign.data.sets.columns import RATERS, image_path, read_table
 from visalign.data.sets.hub_datasets import find_table
-from visalign.data.sets.prompt_files import CAPTIONS
+from visalign.data.sets.prompt_files import CAPTIONS, metadata_of, source_of
 from visalign.data.sets.tables import READERS, Row, first_row, listed, read_rows, require_columns
 from visalign.data.sets.text_rows import text_record
 from visalign.errors import UserError, excerpt
@@ -173,8 +173,16 @@ def table_row(path: Path, row: Row, prompt: str | None) -> ImageRow:
         raise UserError(f"'metadata' is not JSON ({why_unreadable(error)}).") from error
     if not isinstance(metadata, Mapping | None):
         raise UserError(f"'metadata' is a {type(metadata).__name__}, needed is an object.")
-    metadata = text_record(image, row) | dict(metadata or {}) or None
+    metadata = record_metadata(image, {**row, "metadata": metadata}) or None
     return ImageRow(image=image, prompt=text, metadata=metadata, seed=row.get("seed"))
+
+
+def record_metadata(image: str, columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Collect what rewards read of a row: metadata, record, source of an edit; of a completion all columns."""
+    record, source = columns.get("record"), source_of(columns)
+    metadata = text_record(image, columns) | dict(metadata_of(columns))
+    metadata |= dict(record) if isinstance(record, Mapping) else {}
+    return metadata if source is None else metadata | {"source": source}
 
 
 def _walk(folder: Path, clips: bool, skipped: Counter[str]) -> Iterator[Path]:

@@ -162,6 +162,13 @@ def test_the_command_reads_tables_of_pairs_folders_and_resumes(tmp_path: Path, m
     assert wrong.exit_code == 2 and "has no prompt" in " ".join(wrong.output.split())
 
 
+@pytest.mark.parametrize("images", [{"image_left": "a.png", "image_right": "b.png", "label": 1}, {"image": "a.png"}])
+def test_rewards_get_metadata_and_source_of_a_row(images: dict[str, Any], tmp_path: Path) -> None:
+    row = {"prompt": "x", **images, "metadata": {"text": "OPEN"}, "source": "cup.png"}
+    (tmp_path / "t.jsonl").write_text(json.dumps(row) + "\n")
+    assert read_set(str(tmp_path / "t.jsonl"))[0].metadata == {"text": "OPEN", "source": "cup.png"}
+
+
 def test_a_table_of_scores_may_have_failures_and_has_one_scoring(tmp_path: Path) -> None:
     rows = [("0.png", "sharpness", ""), *((f"{n}.png", "sharpness", n) for n in (1, 2, 3))]
     rows += [(f"{n}.png", "saturation", n * n) for n in range(4)]
