@@ -83,7 +83,7 @@ def model_side(
             f"bench takes each draw as it is. Allowed: name, lora, {', '.join(DRAWING)}, and those of the model."
         )
     settings = SampleSettings(model=path, lora=lora, seeds=seeds, options=options, **drawing).with_own_sampling()
-    images = folder / (re.sub(r"[^\w.-]+", "-", label).strip("-.") or "model")
+    images = folder / (re.sub(r"[^\w.-]+", "-", label)[:80].strip("-.") or "model")  # a name has at most 255 bytes
     rows = [
         ImageRow(image=str(images / f"{number:04d}_{seed}.png"), prompt=record["prompt"], metadata=record, seed=seed)
         for number, record in enumerate(records)
@@ -150,18 +150,15 @@ def folder_sides(paths: Sequence[str], records: Sequence[Record] | None, scoring
     """Read folders or tables of images in one order of prompts; images of one prompt and seed are a pair.
 
     Where sides lack seeds, or have different ones, the k-th images of a prompt are. With the `records` of a suite the
-    prompts must be among its, and get their records; else the first side's tags.
+    prompts must be among its, and get their records; else the first side's tags. The images that a prompt edits tell
+    its images apart where all sides name the same.
     """
     folders = [Path(path) / SAMPLED if (Path(path) / SAMPLED).is_file() else Path(path) for path in paths]
     tables = [image_rows([folder]) for folder in folders]
     counts = [Counter(row.prompt for row in rows) for rows in tables]
-    suite: dict[str, Record] = {row.prompt: {"tag": record_tags([row.metadata or {}])[0]} for row in tables[0]}
-    if records is not None:
-        suite = {str(record["prompt"]): record for record in records}
-        if any(suite[str(record["prompt"])] != record for record in records if str(record["prompt"]) in counts[0]):
-            raise UserError(
-                "Two items of the suite have one prompt, and images show no item. Give models, not images."
-            )
+    suite: dict[str, Record] = {str(record["prompt"]): record for record in records or ()}
+    if any(suite[str(record["prompt"])] != record for record in records or () if str(record["prompt"]) in counts[0]):
+        raise UserError("Two items of the suite have one prompt, and images show no item. Give models, not images.")
     for path, count in zip(paths, counts, strict=True):
         if different := [prompt for prompt in counts[0] | count if count[prompt] != counts[0][prompt]]:
             numbers = f"{excerpt(different[0])} with {counts[0][different[0]]} and {count[different[0]]} images"
@@ -169,63 +166,80 @@ def folder_sides(paths: Sequence[str], records: Sequence[Record] | None, scoring
                 f"The prompts of '{paths[0]}' and '{path}' do not match: {len(different)} differ, such as {numbers}. "
                 "Give folders with equally many images of the same prompts."
             )
-    if strange := [prompt for prompt in counts[0] if prompt not in suite]:
+    if strange := [prompt for prompt in counts[0] if records is not None and prompt not in suite]:
         raise UserError(
             f"{len(strange)} of {len(counts[0])} prompts are not in the suite, such as {excerpt(strange[0])}. Leave "
             "--suite out, or give images of its prompts."
         )
-    order, sides = {prompt: number for number, prompt in enumerate(counts[0])}, []
     draws = [Counter(map(_draw_key, table)) for table in tables]
-    has_seeds = all(isinstance(row.seed, int) and abs(row.seed) < 2**63 for table in tables for row in table)
+    has_seeds = all(isinstance(seed, int) and abs(seed) < 2**63 for draw in draws for _, seed in draw)
     by_seed = has_seeds and max(draws[0].values()) == 1 and all(draw == draws[0] for draw in draws)
     if has_seeds and any(draw != draws[0] for draw in draws):
         warnings.warn("The sides' seeds differ, so the images of a prompt are paired in their order.", stacklevel=2)
-    for path, table in zip(paths, tables, strict=True):
-        ordinals, rows = Counter[str](), list[ImageRow]()
-        if by_seed:
-            table = sorted(table, key=_draw_key)
-        for row in sorted(table, key=lambda row: order[row.prompt]):
+    items = [[_draw_key(row)[0] for row in table] for table in tables]
+    if any(Counter(keys) != Counter(items[0]) for keys in items):
+        items = [[(row.prompt,) for row in table] for table in tables]
+    tags = {key: {"tag": record_tags([row.metadata or {}])[0]} for key, row in zip(items[0], tables[0], strict=True)}
+    order, sides = {key: number for number, key in enumerate(tags)}, list[Side]()
+    for path, table, keys in zip(paths, tables, items, strict=True):
+        ordinals, rows = Counter[tuple[str, ...]](), list[ImageRow]()
+        by_item = sorted(zip(keys, table, strict=True), key=lambda x: (order[x[0]], by_seed and _draw_key(x[1])[1]))
+        for key, row in by_item:
             require_still(Path(row.image))
-            record = {"prompt": row.prompt, **(row.metadata or {}), **suite[row.prompt]}
-            rows.append(replace(row, seed=row.seed if by_seed else ordinals[row.prompt], metadata=record))
-            ordinals[row.prompt] += 1
+            record = {"prompt": row.prompt, **(row.metadata or {}), **(suite.get(row.prompt) or tags[key])}
+            seed = _draw_key(row)[1] if by_seed else ordinals[key]
+            rows.append(replace(row, seed=seed, metadata=record))
+            ordinals[key] += 1
         facts = {"images": path, "files": {row.image: score_key([row.image], "", None) for row in rows}}
-        sides.append(Side(label=path, facts=facts, rows=rows, score=_scorer(rows, **scoring)))
+        score = _scorer(rows, [key for key, _ in by_item], **scoring)
+        sides.append(Side(label=path, facts=facts, rows=rows, score=score))
     return sides
 
 
 def _draw_key(row: ImageRow) -> tuple[tuple[str, ...], Any]:
-    """Return prompt, source and seed of an image, which two models share."""
-    return record_key({"prompt": row.prompt, **(row.metadata or {})}), row.seed
+    """Return prompt, source and seed of an image, which two models share; a CSV has the seed as text."""
+    seed = int(row.seed) if str(row.seed).isdecimal() else row.seed
+    return record_key({"prompt": row.prompt, **(row.metadata or {})}), seed
 
 
 def _scorer(
-    rows: Sequence[ImageRow], rewards: Mapping[str, Any], correctness: str | None
+    rows: Sequence[ImageRow], keys: Sequence[tuple[str, ...]], rewards: Mapping[str, Any], correctness: str | None
 ) -> Callable[[Parts], Iterator[HeldoutResult]]:
     """Return a function that scores parts of stored images as `evaluate` does drawn ones."""
 
-    def score_part(part: Sequence[ImageRow], decoded: Sequence[Tensor | None]) -> HeldoutResult:
+    sources = ["".join(key[1:]) for key in keys]
+
+    def score_part(part: slice, decoded: Sequence[Tensor | None]) -> HeldoutResult:
         tally = Tally(correctness=correctness)
-        prompts, records = [row.prompt for row in part], [row.metadata for row in part]
-        images = [resolve_image(row.image) for row in part]
+        prompts, records = [row.prompt for row in rows[part]], [row.metadata for row in rows[part]]
+        images = [_open(row.image) for row in rows[part]]
         pixels = [i if levels is None else levels for i, levels in zip(images, decoded, strict=True)]
         for name, reward in rewards.items():
             scores = score_named(reward, pixels if takes_decoded(reward) else images, prompts, records, name=name)
-            tally.add(name, reward, scores, len(part))
+            tally.add(name, reward, scores, len(prompts))
         return HeldoutResult(
             prompts=tuple(prompts),
+            sources=tuple(sources[part]) if any(sources) else (),
             tags=record_tags([record or {} for record in records]),
-            seeds=np.array([row.seed for row in part], dtype=np.int64),
+            seeds=np.array([row.seed for row in rows[part]], dtype=np.int64),
             images=np.zeros((0, 1, 1, 3), np.uint8),
             image_index=np.zeros(0, np.int64),
-            **tally.fields(rewards, len(part)),
+            **tally.fields(rewards, len(prompts)),
         )
 
     def score(parts: Parts) -> Iterator[HeldoutResult]:
-        chosen = [rows[part] for part in parts]
-        paths = [row.image for part in chosen for row in part]
+        chosen = list(parts)
+        paths = [row.image for part in chosen for row in rows[part]]
         with closing(decode_ahead(paths, resolve_image, rewards.values())) as ahead:
             for part in chosen:
-                yield score_part(part, list(islice(ahead, len(part))))
+                yield score_part(part, list(islice(ahead, len(rows[part]))))
 
     return score
+
+
+def _open(reference: str) -> Any:
+    """Open an image; a reference to none stays, and rewards say that it cannot be read."""
+    try:
+        return resolve_image(reference)
+    except UserError:
+        return reference

@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import ANY
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 from PIL import Image
 from typer.testing import CliRunner
@@ -266,7 +267,9 @@ def test_a_run_is_the_model_that_it_trained(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(f"{config}rollout: {{steps: 4, timestep_schedule: plain}}\n")
     student = sides.model_side(str(tmp_path), [{"prompt": "a"}], [0], tmp_path, {}, steps=None).facts
     assert (student["steps"], student["timestep_schedule"], student["options"]) == (4, "plain", {"guidance": None})
-    later = sides.model_side(f"shapes-sd3,name=,lora={tmp_path}:0.5", [{"prompt": "a"}], [0], tmp_path, {})
+    drawn = f"shapes-sd3,name=,negative_prompt={'blurry, ' * 40},lora={tmp_path}:0.5"  # no folder's name is so long
+    later = sides.model_side(drawn, [{"prompt": "a"}], [0], tmp_path, {})
+    assert len(Path(later.rows[0].image).parent.name) < 100
     assert later.label.startswith("shapes-sd3, name")
     assert len({side.facts["files"], later.facts["files"]}) == 2
     (tmp_path / "config.yaml").write_text("pipeline: flow_grpo\nmodel: {path: a.safetensors, config: shapes-sd3}\n")
@@ -310,3 +313,23 @@ def test_sides_of_other_seeds_say_how_their_images_are_paired(tmp_path: Path) ->
         table.write_text(json.dumps({"image": "a.png", "prompt": "a cat", "seed": seed}) + "\n")
     with pytest.warns(UserWarning, match="seeds differ, so the images of a prompt are paired in their order"):
         sides.folder_sides(list(map(str, tables)), None, {"rewards": {}, "correctness": None})
+
+
+def test_tables_pair_by_text_seeds_and_by_the_images_that_a_prompt_edits(tmp_path: Path) -> None:
+    """A CSV has seeds as text; an image inside Parquet that is none costs its score."""
+    for number in range(4):
+        Image.new("RGB", (8, 8), (60 * number,) * 3).save(tmp_path / f"{number}.png")
+    tables = [tmp_path / "rising.csv", tmp_path / "falling.csv"]
+    for table, step in zip(tables, (1, -1), strict=True):
+        rows = [
+            f'{n}.png,make it blue,{n % 2},"{{""source"": ""{n // 2}.png"", ""tag"": {n // 2}}}"' for n in range(4)
+        ]
+        table.write_text("image,prompt,seed,metadata\n" + "\n".join(rows[::step]))
+    assert run("--images", *tables, "-r", "brightness", "-o", tmp_path / "out").exit_code == 0
+    result = numbers(tmp_path / "out")
+    assert (result["prompts"], result["pairs"][0]["ties"], [*result["pairs"][0]["by_category"]]) == (2, 4, ["0", "1"])
+    cells = [(tmp_path / "1.png").read_bytes(), b"no image"]
+    pyarrow.parquet.write_table(pyarrow.table({"image": cells, "prompt": ["a", "b"]}), tmp_path / "a.parquet")
+    (tmp_path / "b.csv").write_text("image,prompt\n0.png,a\n0.png,b")
+    result = run("--images", tmp_path / "a.parquet", tmp_path / "b.csv", "-r", "brightness", "-o", tmp_path / "cells")
+    assert result.exit_code == 1 and "missing for 1 of 2 samples of" in " ".join(result.output.split())
