@@ -66,8 +66,10 @@ def test_json_that_is_no_table_is_refused(tmp_path, content, counts):
 
 def test_excel(tmp_path):
     pandas, _ = pytest.importorskip("pandas"), pytest.importorskip("openpyxl")
-    pandas.DataFrame([{"image": "a.png", "mos": 3.5, "prompt": None}]).to_excel(tmp_path / "a.xlsx", index=False)
-    assert list(read_rows(tmp_path / "a.xlsx")) == [(2, {"image": "a.png", "mos": 3.5})]
+    pandas.DataFrame([{"image": "a.png", "mos": 3.5, "prompt": None, "category": "None"}]).to_excel(
+        tmp_path / "a.xlsx", index=False
+    )
+    assert list(read_rows(tmp_path / "a.xlsx")) == [(2, {"image": "a.png", "mos": 3.5, "category": "None"})]
     save(tmp_path / "b.xlsx", "image,mos")
     with pytest.raises(UserError, match=r"b.xlsx' cannot be read as an Excel sheet"):
         list(read_rows(tmp_path / "b.xlsx"))

@@ -296,7 +296,7 @@ def _read_excel(path: Path, _: Sequence[str] | None) -> NumberedRows:
     except ModuleNotFoundError as error:
         raise UserError(f"'{path}' needs pandas and openpyxl: python -m pip install 'visalign[dataframe]'.") from error
     try:
-        frame = pandas.read_excel(path, dtype=object)
+        frame = pandas.read_excel(path, dtype=object, keep_default_na=False, na_values=[""])  # None and NA are words
     except (ValueError, OSError, KeyError, zipfile.BadZipFile) as error:
         raise UserError(f"'{path}' cannot be read as an Excel sheet: {error}. Save it again, or as CSV.") from error
     for number, row in enumerate(frame.to_dict("records"), 2):  # the first row has the names, as Excel counts
