@@ -246,6 +246,7 @@ def _measure(
     wins = (pairs.difference[shorter].sign() + 1) / 2
     measures = {**pair_measures(pairs), **accuracy_interval(pairs)}
     measures["accuracy_shorter"] = float(wins.mean()) if len(wins) else math.nan
+    value = value.sigmoid() if config.objective.task == "bce" else value
     return measures if config.compares else {**measures, **rating_measures(value, target.double())}
 
 

@@ -106,6 +106,12 @@ def test_each_kind_is_read_as_it_was_measured(inputs: Path, tmp_path: Path, over
     summary = run(built, tmp_path / "run")
     assert math.isfinite(summary["after"]["accuracy"]) and summary["updates"] == 8
     assert ("srcc" in summary["after"]) == (built.objective.task == "bce")
+    if built.objective.task == "bce":
+        rows = [(r["prompt"], *pair) for r in read_rankings(built)[1] for pair in zip(r["completions"], r["scores"])]
+        prompts, completions, scores = zip(*rows, strict=True)
+        judge = load_text_reward("reward_model", model=tmp_path / "run/judge")
+        error = judge.score(completions, prompts).value.sigmoid() - torch.tensor(scores)
+        assert summary["after"]["mae"] == pytest.approx(float(error.abs().mean()), abs=1e-4)
     scores = load_text_reward("reward_model", model=tmp_path / "run/judge").score([*TEXTS], ["q0"] * 4)
     assert (scores.std is not None) == std
     if std:
