@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 from visalign.data.sets.image_references import resolve_image
-from visalign.data.sets.text_rows import text_record
 from visalign.errors import UserError
 from visalign.interfaces import PairwiseReward, PointwiseReward
+from visalign.pipelines.score.image_rows import record_metadata
 from visalign.rewards.pairs.as_pairwise import as_pairwise
 from visalign.rewards.pairs.asking import read_preferences
 
@@ -32,8 +32,7 @@ def judge_votes(
         tasks = [store.tasks[number] for number in batch]
         left, right = ([resolve_image(task.images[side]) for task in tasks] for side in (0, 1))
         prompts = [task.prompt for task in tasks]
-        columns = [(task.extra, text_record(task.images[0], task.extra) or None) for task in tasks]
-        records = [extra.get("metadata", extra.get("record", record)) for extra, record in columns]
+        records = [record_metadata(task.images[0], task.extra) or None for task in tasks]
         # both orders in one call: a pointwise reward scores each image once
         answer = read_preferences(compare(left + right, right + left, prompts * 2, records * 2))
         forward, backward = answer.log_odds.chunk(2)
