@@ -173,7 +173,7 @@ def table_row(path: Path, row: Row, prompt: str | None) -> ImageRow:
         raise UserError(f"'metadata' is not JSON ({why_unreadable(error)}).") from error
     if not isinstance(metadata, Mapping | None):
         raise UserError(f"'metadata' is a {type(metadata).__name__}, needed is an object.")
-    metadata = record_metadata(image, {**row, "metadata": metadata}) or None
+    metadata = record_metadata(image, {**row, "metadata": metadata} if metadata else row) or None
     return ImageRow(image=image, prompt=text, metadata=metadata, seed=row.get("seed"))
 
 
