@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.adapters.causal_lm.test_chat_families import FAMILIES
+from tests.adapters.causal_lm.test_chat_families import FAMILIES, GLM
 from tests.support.models.language import tiny_model, tiny_tokenizer
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.errors import UserError
@@ -198,6 +198,15 @@ def test_steps_end_the_conversation_and_add_up() -> None:
     assert played(called(CALL), factory=Room, max_turns=1)[0].text[0] == called(CALL), (
         "behind the last turn is nothing"
     )
+
+
+def test_the_mark_that_ends_a_turn_and_begins_the_next_stands_once() -> None:
+    encoder = PromptEncoder(GLM.tokenizer())
+    engine = Scripted(encoder, "2<|user|>", "3<|user|>")
+    turns = ChatTurns(encoder, EnvironmentUse(name="mine", factory=Game))
+    text = ToolPolicy(engine, encoder.tokenizer, turns).generate([PROMPT], seeds=0).text[0]
+    answered = [{"role": "assistant", "content": "2"}, {"role": "user", "content": "No <|im_end|>"}]
+    assert encoder.render(PROMPT) + text == encoder.render([*PROMPT, *answered]) + "3"
 
 
 def test_a_conversation_whose_first_turn_was_cut_earned_nothing() -> None:
