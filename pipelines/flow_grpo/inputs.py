@@ -21,6 +21,7 @@ from visalign.adapters.catalogue import (
 )
 from visalign.adapters.model_folder import pipeline_index
 from visalign.data.assets import resolve_model
+from visalign.data.sets.image_references import file_and_position
 from visalign.data.sets.prompt_files import Edits, listed_sources, record_key
 from visalign.errors import UserError, suggestion
 from visalign.evaluation.heldout.correctness import check_judge
@@ -122,7 +123,7 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
         features=None if name is None else build_features(name, towers.get(name), device or default_device()),
         strata=strata,
         heldout_trained_on=len(trained_prompts),
-        fingerprints=_fingerprints(source, records) | _fingerprints("data.heldout", heldout),
+        fingerprints=fingerprint_inputs(source, records) | fingerprint_inputs("data.heldout", heldout),
         notes=notes,
     )
 
@@ -313,12 +314,12 @@ def _prompt_key(record: Mapping[str, Any]) -> tuple[str, ...]:
     return " ".join(prompt.split()).casefold(), *source  # tokenizers of CLIP and T5 hardly tell such prompts apart
 
 
-def _fingerprints(key: str, records: Records) -> dict[str, str]:
-    """Hash the records of a source, and the sizes of their image files (those in Parquet have none)."""
+def fingerprint_inputs(key: str, records: Records) -> dict[str, str]:
+    """Hash the records of a source, and the sizes of their image files, or of the tables and tar files with them."""
     images = [image for record in records for image in listed_sources(record.get("source"))]
     if key in ("data.pairs", "data.images"):
         images += [candidate["image"] for record in records for candidate in record["candidates"]]
-    files = [image for image in images if isinstance(image, str | Path) and os.path.isfile(image)]
+    files = [file for image in images if os.path.isfile(file := file_and_position(str(image))[0])]
     sizes = {f"images of {key}": fingerprint([{"bytes": [Path(f).stat().st_size for f in files]}])} if files else {}
     return {key: fingerprint(records), **sizes}
 

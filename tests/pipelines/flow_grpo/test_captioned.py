@@ -21,7 +21,7 @@ from tests.support.models.sd3 import tiny_sd3_pipeline
 from visalign.config import load_config
 from visalign.data.sets.image_references import resolve_image
 from visalign.errors import ConfigError, UserError
-from visalign.pipelines.flow_grpo.inputs import prepare
+from visalign.pipelines.flow_grpo.inputs import fingerprint_inputs, prepare
 from visalign.pipelines.flow_grpo.job import SFTImagesConfig, plan, run
 from visalign.pipelines.flow_grpo.stored_pairs import read_captioned
 from visalign.pipelines.jobs import load_job
@@ -141,6 +141,7 @@ def test_sets_as_other_tools_write_them(tmp_path):
         assert record["prompt"].startswith("a ") and f": {left_out}." in note, note
         (image,) = read_images([record["candidates"][0]["image"]], "a test")
         assert image[2].min() == 1
+        assert "images of data.images" in fingerprint_inputs("data.images", [record])  # a resumed run compares it
     assert "its values are 300 to 300" in note
 
 
