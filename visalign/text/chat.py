@@ -165,6 +165,9 @@ class PromptEncoder:
         if isinstance(prompt, str) and messages[0]["content"] != prompt:  # a transcript, which may go on in the answer
             *before, last = text_messages(prompt + answer)
             messages, answer = (before, last["content"]) if last["role"] == "assistant" else (messages, answer.strip())
+        elif (last := messages[-1])["role"] == "assistant" and isinstance(last.get("content"), str):
+            if not last.get("tool_calls"):  # a begun answer
+                messages, answer = messages[:-1], last["content"] + answer
         return self.render([*messages, {"role": "assistant", "content": answer}], closed=True)
 
     def turn_end(self, ends: Sequence[int | None] = ()) -> int | None:

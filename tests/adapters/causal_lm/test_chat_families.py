@@ -106,6 +106,8 @@ def test_an_answer_behind_a_rendered_prompt_closes_its_turn(name) -> None:
     with pytest.warns(UserWarning, match="marks of the chat template"):
         assert encoder.render_answered(encoder.render([USER]), ANSWER) == expected
     assert encoder.render_answered("2+2=", ANSWER) == encoder.render_answered([USER], ANSWER) == expected
+    begun = [USER, {"role": "assistant", "content": ANSWER[:8]}]
+    assert encoder.render_answered(begun, ANSWER[8:]) == expected
 
 
 def test_the_next_turn_may_end_an_answer() -> None:
