@@ -7,15 +7,17 @@ import json
 import shutil
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import DiffusionPipeline
 
-from tests.support.models.pipelines import tiny_folder, tiny_policy
+from tests.support.models.pipelines import tiny_folder, tiny_policy, tiny_prompts
 from visalign.adapters import LoraSettings, PipelinePolicy, load_policy
 from visalign.adapters.pipeline.condition import image_of
 from visalign.errors import UserError
 from visalign.flow.rollout import encoder_inputs, rollout
+from visalign.training.diffusion.merging import guidance_scale
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +61,34 @@ def test_a_scale_that_is_set_later(name):
         guided = later.velocity(x, sigma, later.encode(PROMPTS[:1]))
         assert torch.equal(guided, usual.velocity(x, sigma, usual.encode(PROMPTS[:1])))
     assert not torch.allclose(guided, plain, atol=1e-4)
+
+
+def test_a_later_scale_has_its_negative_prompt_beside_the_image_to_edit():
+    def look_at_image(pipe):
+        own = pipe.encode_prompt
+
+        def encode_prompt(image, **kwargs):
+            return tuple(value if value is None else value + np.mean(image) for value in own(**kwargs))
+
+        pipe.encode_prompt = encode_prompt
+
+    policy, prompts = tiny_policy("qwen_image_edit", look_at_image), tiny_prompts("qwen_image_edit", PROMPTS[:1])
+    x, sigma = torch.randn(1, *policy.latent_shape), torch.tensor([0.5])
+    with torch.no_grad():
+        expected = policy.velocity(x, sigma, policy.encode(prompts))
+        with guidance_scale(policy, 1.0):
+            condition = policy.encode(prompts)
+        assert torch.equal(policy.velocity(x, sigma, condition), expected)
+
+
+def test_the_negative_prompt_is_encoded_without_autocast(folders):
+    options = {"guidance": 3.0, "autocast": torch.bfloat16, "image_size": SIZES["sd15"]}
+    early, late = (load_policy(folders["sd15"], **options) for _ in range(2))
+    early.encode_negative()
+    x, sigma = torch.randn(1, *late.latent_shape), torch.tensor([0.5])
+    with torch.no_grad():
+        pair = [policy.velocity(x, sigma, policy.encode(PROMPTS[:1])) for policy in (early, late)]
+    assert torch.equal(*pair)
 
 
 def test_times_of_a_shift_that_the_noise_levels_do_not_share():

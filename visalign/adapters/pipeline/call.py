@@ -79,7 +79,7 @@ class PipelineCall:
 
     def _forget(self) -> None:
         """Encode again what may depend on the size: an image to edit is encoded at it."""
-        self._null: Encoded = {}
+        self._null: dict[str, Any] = {}
         self.nothing: Encoded = positive(self.encode("", guided=self.guided, source=self._blank))
         """The empty prompt, for calls whose prompt does not matter."""
         config = next(iter(self.networks.values())).config
@@ -145,22 +145,24 @@ class PipelineCall:
         """Return the arguments of the call for n samples, of both halves if `guided`."""
         axes = self.family.batch_axis
         inputs = join(rows, axes)
-        if guided:
-            inputs = {**join([self._negative()] * len(rows), axes), **inputs}
-        else:
+        if not guided:
             inputs = positive(inputs)
+        elif len(positive(inputs)) == len(inputs):
+            inputs |= join([self._negative(rows[0].get("image"))] * len(rows), axes)
         inputs |= self._scale(guided)
         if "negative_prompt" in self._arguments:
             inputs["negative_prompt"] = None  # some calls have a default of their own
         return inputs
 
     @torch.no_grad()
-    def _negative(self) -> Encoded:
-        """The unconditional half, encoded when first needed: the scale may be set later."""
-        if not self._null:
-            null = self.encode("", guided=True, source=self._blank)
-            self._null = {name: value for name, value in null.items() if name.startswith("negative_")}
-        return self._null
+    def _negative(self, source: Source | None) -> Encoded:
+        """The unconditional half beside images to edit, encoded when first needed: the scale may be set later."""
+        null = self._null if source is None else source.null
+        if not null:
+            with torch.autocast(self._device.type, enabled=False):  # a velocity's own is not that of its prompts
+                encoded = self.encode("", guided=True, source=source)
+            null |= {name: value for name, value in encoded.items() if name.startswith("negative_")}
+        return null
 
     def frames(self, latents: Tensor, batch_size: int) -> Tensor:
         """Decode images [B, 3, H, W] or videos [B, F, 3, H, W] in [0, 1], `batch_size` latents at a time."""

@@ -27,6 +27,7 @@ class Source:
 
     images: tuple[Image.Image, ...]
     latents: dict[int, Any] = field(default_factory=dict)  # Place -> as the pipeline encodes it
+    null: dict[str, Any] = field(default_factory=dict)  # Arguments of the unconditional half
     used: int = 0  # Number of images that the present call has used: it goes through them in order
 
     @property
