@@ -175,7 +175,7 @@ def folder_sides(paths: Sequence[str], records: Sequence[Record] | None, scoring
     has_seeds = all(isinstance(seed, int) and abs(seed) < 2**63 for draw in draws for _, seed in draw)
     by_seed = has_seeds and max(draws[0].values()) == 1 and all(draw == draws[0] for draw in draws)
     if has_seeds and any(draw != draws[0] for draw in draws):
-        warnings.warn("The sides' seeds differ, so the images of a prompt are paired in their order.", stacklevel=2)
+        warnings.warn("The sides' seeds differ, so a prompt's images are paired in the order of seeds.", stacklevel=2)
     items = [[_draw_key(row)[0] for row in table] for table in tables]
     if any(Counter(keys) != Counter(items[0]) for keys in items):
         items = [[(row.prompt,) for row in table] for table in tables]
@@ -183,7 +183,7 @@ def folder_sides(paths: Sequence[str], records: Sequence[Record] | None, scoring
     order, sides = {key: number for number, key in enumerate(tags)}, list[Side]()
     for path, table, keys in zip(paths, tables, items, strict=True):
         ordinals, rows = Counter[tuple[str, ...]](), list[ImageRow]()
-        by_item = sorted(zip(keys, table, strict=True), key=lambda x: (order[x[0]], by_seed and _draw_key(x[1])[1]))
+        by_item = sorted(zip(keys, table, strict=True), key=lambda x: (order[x[0]], has_seeds and _draw_key(x[1])[1]))
         for key, row in by_item:
             require_still(Path(row.image))
             record = {"prompt": row.prompt, **(row.metadata or {}), **(suite.get(row.prompt) or tags[key])}

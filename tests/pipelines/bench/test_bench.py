@@ -308,11 +308,13 @@ def test_questions_without_a_model_or_that_would_be_lost_are_refused(tmp_path: P
 
 def test_sides_of_other_seeds_say_how_their_images_are_paired(tmp_path: Path) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
-    tables = [tmp_path / f"{name}.jsonl" for name in ("one", "two")]
-    for seed, table in enumerate(tables):
-        table.write_text(json.dumps({"image": "a.png", "prompt": "a cat", "seed": seed}) + "\n")
-    with pytest.warns(UserWarning, match="seeds differ, so the images of a prompt are paired in their order"):
-        sides.folder_sides(list(map(str, tables)), None, {"rewards": {}, "correctness": None})
+    tables = [tmp_path / f"{name}.jsonl" for name in ("one", "two", "other")]
+    for table, seeds in zip(tables, ((0, 1), (1, 0), (2, 3)), strict=True):
+        rows = [{"image": "a.png", "prompt": "a cat", "seed": seed, "metadata": {"seed": seed}} for seed in seeds]
+        table.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.warns(UserWarning, match="seeds differ, so a prompt's images are paired in the order of seeds"):
+        one, two, _ = sides.folder_sides(list(map(str, tables)), None, {"rewards": {}, "correctness": None})
+    assert [row.metadata for row in one.rows] == [row.metadata for row in two.rows]  # these two have the same seeds
 
 
 def test_tables_pair_by_text_seeds_and_by_the_images_that_a_prompt_edits(tmp_path: Path) -> None:
