@@ -21,13 +21,15 @@ from pydantic.dataclasses import dataclass
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
-from visalign.adapters.causal_lm.demonstrations import demonstration_rollout, fitting_demonstrations
+from visalign.adapters.causal_lm.demonstrations import DemonstrationBatches, fitting_demonstrations
 from visalign.adapters.causal_lm.loading import context_length, from_pretrained
 from visalign.data.assets import resolve_model
 from visalign.data.sets.columns import rename_columns
 from visalign.data.sets.hub_datasets import find_table
+from visalign.data.sets.prompt_files import TOOL_ANSWERS
 from visalign.data.sets.tables import read_cells
 from visalign.errors import UserError
+from visalign.interfaces import ToolCompletion, policy_text
 from visalign.pipelines.shared.job import JUDGE, JudgeRun, build_trainer, run_job
 from visalign.pipelines.shared.parts import build_accelerator, ends_by, load_classifier, name_key, no_loading_bars
 from visalign.pipelines.shared.plan import estimate_fit
@@ -158,6 +160,10 @@ def read_steps(config: TextProcessConfig) -> tuple[Numbered, Numbered]:
                 raise UserError(
                     f"Record {number} has the reward {reward}; learns=implicit reads 0, wrong, to 1, right. Scale it."
                 )
+    if config.learns == "outcomes":  # steps are of what the policy wrote
+        spans = [(record["completion"], record.get(TOOL_ANSWERS) or ()) for _, record in numbered]
+        texts = [str(policy_text(ToolCompletion(*entry))) for entry in spans]
+        numbered = [(n, {**record, "completion": text}) for (n, record), text in zip(numbered, texts, strict=True)]
     trained, heldout = split_records(numbered, config.data.heldout, config.seed, lambda row: row[1]["prompt"])
     if (settings := config.data.convex_da) is not None:
         variants = settings.variants([record["prompt"] for _, record in trained], config.seed)
@@ -234,8 +240,7 @@ def _implicit(config: TextProcessConfig, accelerator: Accelerator) -> Learner:
     def tokenize(records: Numbered) -> ImplicitTexts:
         with name_key("data.train"):
             fitting = fitting_demonstrations(policy, [row for _, row in records], too_long=config.data.too_long)
-            texts = ([row[key] for row in fitting] for key in ("prompt", "completion"))
-            rollout = demonstration_rollout(policy, *texts)
+            rollout = DemonstrationBatches(policy, fitting, size=1, seed=0).rows(range(len(fitting)))
         label = [math.nan if row["reward"] is None else row["reward"] for row in fitting]
         options: dict[str, Any] = {"beta": config.beta, "form": config.loss}
         return ImplicitTexts(policy, rollout, label, reference=policy, **options)  # not trained yet

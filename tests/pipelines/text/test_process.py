@@ -27,6 +27,7 @@ from visalign.rewards import ProcessRewardModel
 from visalign.text import StoppingCriteria
 from visalign.text.policy_protocol import model_log_prob
 from visalign.training.loop.metrics import read_metrics
+from visalign.training.process.implicit import ImplicitTexts
 
 TEXTS = ["a", "b", "a\nb", "b\na", "a\na", "b\nb", "a\nb\na", "b\nb\na"]
 JUDGED = [{"prompt": f"q{n}", "completion": t, "reward": float(t.count("a"))} for n in range(12) for t in TEXTS]
@@ -191,6 +192,24 @@ def test_outcomes_train_a_language_model_whose_log_ratio_pays_a_policy(inputs: P
     valid = experience.trajectories.valid
     torch.testing.assert_close(paid[valid], 0.5 * ratio.detach().sum(1)[valid], rtol=1e-4, atol=1e-5)
     assert valid.any() and trainer.iterate()["updates"] == 2
+
+
+def test_what_a_tool_wrote_is_learnt_as_it_is_scored(inputs: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """A language model is trained on the policy's tokens alone, a classifier on its steps."""
+    file, weights = tmp_path / "called.jsonl", list[torch.Tensor]()
+    lines = [{"prompt": f"q{n}", "completion": "a\n\nb", "reward": n % 2, "tool_answers": [[1, 2]]} for n in range(8)]
+    file.write_text("\n".join(map(json.dumps, lines)))
+
+    class Seen(ImplicitTexts):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            weights.append(self.weight)
+
+    monkeypatch.setattr("visalign.pipelines.text.process.ImplicitTexts", Seen)
+    source = [f"data.train={file}", "run.iterations=1"]
+    run(_implicit(inputs, *source), tmp_path / "run")
+    assert torch.cat(weights).unique(dim=0).tolist() == [[1, 0, 1, 1, 1]]
+    assert {record["completion"] for _, record in read_steps(_config(inputs, *source))[0]} == {"a\nb"}
 
 
 def test_an_adapter_is_an_implicit_reward_and_another_vocabulary_none(inputs: Path, tmp_path: Path) -> None:
