@@ -174,6 +174,16 @@ class RewardCapabilities:
         return cls(**{**needs, **fields})
 
 
+def is_logit(unit: str) -> bool:
+    """Return True for a Bradley-Terry unit, in which a difference of 1 is odds of e; not for a part or mixture of one.
+
+    >>> is_logit("log-odds of yes"), is_logit("logit / 26"), is_logit("cosine")
+    (True, False, False)
+    """
+    words = ("bradley-terry", "log-odds", "logit")
+    return any(word in unit.lower() for word in words) and " / " not in unit and not unit.startswith("mixed")
+
+
 def with_capabilities(reward: Any) -> Any:
     """Give a reward without declarations the default `capabilities` and the `identity` None; return it."""
     try:  # object's setter works for frozen dataclasses, too

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from visalign.core.preference.uncertainty import log_win_probability
-from visalign.interfaces import Metadata, PairwiseReward, PointwiseReward, Preferences, score_named, with_capabilities
+from visalign.interfaces import (
+    Metadata,
+    PairwiseReward,
+    PointwiseReward,
+    Preferences,
+    is_logit,
+    score_named,
+    with_capabilities,
+)
 from visalign.rewards.base.contract import Request, check_choices, read_pairs, read_request
 from visalign.rewards.base.failure import failure_reasons
 from visalign.rewards.base.identity import Identity, with_options
@@ -18,8 +26,6 @@ from visalign.rewards.base.identity import Identity, with_options
 from .asking import distinct_images
 
 Link = Literal["auto", "logistic", "normal"]
-LOGIT_WORDS = ("bradley-terry", "log-odds", "logit")
-"""A unit with one of these words is a Bradley-Terry unit: a difference of 1 is odds of e."""
 TIE = 1e-6
 """Relative difference up to which scores without a standard deviation count as equal (rounding)."""
 
@@ -49,8 +55,7 @@ class PairsFromScores:
     def __init__(self, reward: PointwiseReward, *, link: Link = "auto", floor: float = 0.0) -> None:
         self.reward, self.name, self.floor = with_capabilities(reward), f"{reward.name}_compared", floor
         check_choices(self.name, link=(link, get_args(Link)))
-        is_logit = any(word in reward.unit.lower() for word in LOGIT_WORDS)
-        self.link = ("logistic" if is_logit else "normal") if link == "auto" else link
+        self.link = ("logistic" if is_logit(reward.unit) else "normal") if link == "auto" else link
 
     @property
     def identity(self) -> Identity | None:

@@ -10,6 +10,7 @@ import torch
 
 from tests.support.models.clip import save_tiny_transformers_clip, tiny_clip_state
 from visalign.rewards import check_reward
+from visalign.rewards.pairs.as_pairwise import PairsFromScores
 from visalign.rewards.scorers.clip_score import ClipScore
 from visalign.rewards.scorers.pick_score import PickScore
 
@@ -50,6 +51,7 @@ def test_scales_of_the_peers(folder, images, scale, expected):
     scores = PickScore(folder, scale=scale).score(images, PROMPTS)
     torch.testing.assert_close(scores.value, expected(scores.parts["cosine"]), rtol=1e-5, atol=1e-5)
     assert scores.unit == scale
+    assert PairsFromScores(PickScore(folder, scale=scale)).link == "normal", "no difference of 1 is odds of e"
 
 
 def test_gradient_path(folder, images):

@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy import special
 
 from visalign.evaluation.statistics.calibration import win_probability
+from visalign.interfaces import is_logit
 
 Array = NDArray[np.float64]
 
@@ -25,9 +26,6 @@ READINGS: dict[Link, str] = {
     "probit": "Φ of the difference of two scores over its standard deviation.",
     "none": "σ of the difference of two scores. Their unit says nothing about odds: read the scaled row.",
 }
-
-LOGIT_WORDS = ("bradley-terry", "log-odds", "logit")
-"""A unit with one of these words is a Bradley-Terry unit: a difference of 1 is odds of e."""
 
 LARGEST_LOGIT = 30.0
 """Log-odds of a probability of 0 or 1; the NLL of one wrong certainty is then 30 nats."""
@@ -99,14 +97,13 @@ def from_scores(
         std = np.hypot(np.asarray(std_left, dtype=np.float64), np.asarray(std_right, dtype=np.float64))
         if not np.isfinite(std[np.isfinite(margin)]).all():
             std = None
-    is_logit = any(word in unit.lower() for word in LOGIT_WORDS)
     return PairScores(
         name=name,
         unit=unit,
         margin=np.where(np.isfinite(margin), margin, np.nan),
         reasons=fill_reasons(margin, reasons),
         std=std,
-        link="logistic" if is_logit else "none" if std is None else "probit",
+        link="logistic" if is_logit(unit) else "none" if std is None else "probit",
     )
 
 
