@@ -24,6 +24,7 @@ from visalign.rewards.base.contract import (
     scatter,
     without_group,
 )
+from visalign.rewards.base.identity import Identity, with_options
 
 from .asking import PairAnswers, PairAsker, distinct_images
 from .ranking import ask_in_rounds, count_calls
@@ -93,9 +94,14 @@ class GroupWinRate:
         self.judge, self.hard = with_capabilities(judge), hard
         self.both_orders = not self.judge.capabilities.both_orders if both_orders is None else both_orders
         self.budget = budget
-        self.identity = self.judge.identity
         self.calls = 0
         """Comparisons asked since the reward was created."""
+
+    @property
+    def identity(self) -> Identity | None:
+        """Identity of the judge, with the way in which its answers are asked for and counted."""
+        counting = {"both_orders": self.both_orders, "hard": self.hard, "budget": self.budget}
+        return with_options(self.judge.identity, win_rate=counting | {"published": self.published})
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Score B images by their win rates; groups may come in any order."""

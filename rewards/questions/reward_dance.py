@@ -91,6 +91,7 @@ class _YesNoJudge(EngineJudge):
         self._read = YesNoReader(self.engine, self.template, yes=yes, no=no, min_mass=min_mass)
         self._reason_tokens = max_new_tokens if write_reasons else 0
         self.options = {**options, "instruction": instruction, "min_mass": min_mass, **self._read.spellings}
+        self.options |= {"reason_tokens": max_new_tokens} if write_reasons else {}  # a cache keeps the text
 
     def _odds_with_gradient(self, images: Sequence[Sequence[Tensor]], prompts: Sequence[str]) -> Tensor:
         """Compute the log-odds [B] of yes, differentiable in the images of each question; NaN without an answer."""

@@ -92,6 +92,7 @@ class VisionReward(EngineJudge):
             "answers": self.answers,
             "alignment": repr(self.alignment and (self.alignment.identity or self.alignment.name)),
             "min_mass": self._read.min_mass,
+            "max_unanswered": self.max_unanswered,
             **self._read.spellings,
         }
 

@@ -62,7 +62,7 @@ class HpsV2(ClipJudge):
         **towers: Any,
     ) -> None:
         check_choices(self.name, version=(version, FILES), resampling=(resampling, RESAMPLING))
-        self.version = version
+        self._options = {"version": version, "architecture": architecture}
         super().__init__(
             model,
             device=device,
@@ -73,7 +73,7 @@ class HpsV2(ClipJudge):
 
     @property
     def identity(self) -> Identity:
-        return self.towers.identity(self.name, version=self.version)
+        return self.towers.identity(self.name, **self._options)
 
 
 def _load(

@@ -236,7 +236,11 @@ class ImageReward:
             weights=fingerprint(self.file),
             preprocessing=self.preprocess,
             dtype=self.precision,
-            options={"max_tokens": self.max_tokens},
+            options={
+                "max_tokens": self.max_tokens,
+                "tokenizer": self._tokenizer_source,
+                "vision_heads": self._vision_heads,
+            },
         )
 
 

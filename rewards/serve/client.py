@@ -32,7 +32,7 @@ from visalign.rewards.base.contract import (
 from visalign.rewards.base.identity import Identity
 from visalign.vision.pixels import to_levels
 
-from .wire import JUDGE_HEADER, MEDIA_TYPE, JudgeRequest, WireError, pack_request, unpack_answer
+from .wire import CAPABILITIES, JUDGE_HEADER, MEDIA_TYPE, JudgeRequest, WireError, pack_request, unpack_answer
 
 _RETRIED_STATUSES = (408, 429, 502, 503, 504)
 _FATAL_STATUSES = (401, 403, 404, 411, 415)  # Statuses that any request of the call would get
@@ -121,9 +121,10 @@ class RemoteReward:
         low, high = card.get("range", ("-inf", "inf"))
         self.range = (float(low), float(high))
         self.higher_is_better = bool(card.get("higher_is_better", True))
-        needs = {name: bool(card.get(name)) for name in ("needs_group", "needs_batch")}
-        self.capabilities, self._compares_images = RewardCapabilities(**needs), any(needs.values())
-        rows = self._limits["max_rows"] if self._compares_images else batch_size or self._limits["max_batch"]
+        self.capabilities = RewardCapabilities(**{name: bool(card[name]) for name in CAPABILITIES if name in card})
+        rows = (
+            self._limits["max_rows"] if self.capabilities.compares_samples else batch_size or self._limits["max_batch"]
+        )
         self._max_rows = min(rows, self._limits["max_rows"])
         self.identity: Any = None
         if card.get("identity"):
@@ -146,7 +147,7 @@ class RemoteReward:
         parts = [*self._split(request)]
         groups = [group for part in parts for group in {_group(part, row) for row in range(len(part))}]
         is_cut = self.capabilities.needs_batch or len(set(groups)) < len(groups)
-        if self._compares_images and len(parts) > 1 and is_cut:
+        if self.capabilities.compares_samples and len(parts) > 1 and is_cut:
             raise RewardError(
                 f"{self.name!r} compares images with each other, and {len(request)} do not go to {self.url} together. "
                 f"Score at most {self._max_rows} at once, the images of a group in a row, or start the server with "
@@ -177,7 +178,7 @@ class RemoteReward:
             length = len(json.dumps(json.dumps([prompt, record], default=str))) + 120 * len(images)
             areas.append(area)
             lengths.append(length)
-            if not self._compares_images or row == 0 or _group(request, row) != _group(request, row - 1):
+            if not self.capabilities.compares_samples or row == 0 or _group(request, row) != _group(request, row - 1):
                 start = row
             is_large = pixels + area > limits["max_pixels"] or header + length > limits["max_header"]
             if row > bounds[-1] and (is_large or row - bounds[-1] >= self._max_rows):

@@ -25,6 +25,7 @@ from visalign.rewards.base.contract import answer_of, rows_of
 
 FORMAT = "visalign-judge-3"
 MEDIA_TYPE = "application/x-safetensors"
+CAPABILITIES = ("needs_group", "needs_batch", "needs_prompt", "both_orders")  # Those that a judge's card declares
 JUDGE_HEADER = "X-Visalign-Judge"
 """HTTP header of an answer: digest of the identity of the judge that gave it, or empty."""
 

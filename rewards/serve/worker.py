@@ -202,8 +202,7 @@ def judge_card(judge: Any) -> dict[str, Any]:
         "identity": None if identity is None else identity.digest,
         "model": None if identity is None else identity.model,
         "revision": None if identity is None else identity.revision or None,
-        "needs_group": judge.capabilities.needs_group,
-        "needs_batch": judge.capabilities.needs_batch,
+        **{name: getattr(judge.capabilities, name) for name in wire.CAPABILITIES},
     }
     if isinstance(judge, PointwiseReward):
         card |= {

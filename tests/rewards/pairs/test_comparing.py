@@ -14,7 +14,7 @@ from scipy.stats import norm
 
 from tests.support.judges.brightness import Brightness, BrightnessPairs, grey
 from visalign.interfaces import PairwiseReward, PointwiseReward, Preferences
-from visalign.rewards import FunctionReward, RewardError, WeightedSum, check_reward
+from visalign.rewards import FunctionReward, RewardError, WeightedSum, check_reward, load_reward
 from visalign.rewards.base import contract
 from visalign.rewards.pairs.as_pairwise import as_pairwise
 from visalign.rewards.pairs.as_pointwise import GroupWinRate, as_pointwise
@@ -136,6 +136,8 @@ def test_the_published_rule_by_name() -> None:
     assert rates.valid.all() and rates.parts["compared"].tolist() == [2, 3, 3, 2]
     own = GroupWinRate(judge, both_orders=False, hard=True).score(grey(levels), ["a"] * 4)
     assert own.value.tolist() != rates.value.tolist(), "there odd pairs are turned round"
+    rules: Any = ({}, {"hard": True}, {"rule": "published"})
+    assert len({str(GroupWinRate(as_pairwise(load_reward("sharpness")), **rule).identity) for rule in rules}) == 3
     with pytest.raises(ValueError, match="rule is 'theirs'; allowed are own, published"):
         GroupWinRate(judge, rule="theirs")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="asks every pair once; leave out both_orders and budget"):

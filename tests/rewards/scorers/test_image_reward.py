@@ -115,7 +115,8 @@ def test_contract_bad_rows_and_identity(folder, images):
     scores = reward.score([images[0], torch.zeros(3, 1, 400), "missing.png"], PROMPTS)
     assert scores.valid.tolist() == [True, False, False] and scores.reason is not None
     assert "too elongated" in str(scores.reason[1])
-    assert reward.identity.differences(tiny(folder, max_tokens=20).identity) == ["options"]
+    for change in ({"max_tokens": 20}, {"tokenizer": folder}):
+        assert reward.identity.differences(tiny(folder, **change).identity) == ["options"]
     assert not reward.score(["missing.png"], ["a"]).valid.any()
 
 

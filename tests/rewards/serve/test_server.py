@@ -329,11 +329,11 @@ class Groups:
 
 def test_a_judge_of_the_whole_batch_gets_one_request():
     judge = Groups()
-    judge.capabilities = RewardCapabilities(needs_batch=True)
+    judge.capabilities = RewardCapabilities(needs_batch=True, needs_prompt=False)
     records = [{"group_id": 0}] * 9
     with serving(app_of(judge, max_batch=2)) as url:
         client = RemoteReward(url, batch_size=2)
-        assert client.capabilities.needs_batch
+        assert client.capabilities == judge.capabilities
         expected, scores = (reward.score(LEVELS, ["p"] * 9, records).value for reward in (judge, client))
     assert torch.allclose(scores, expected)
     with serving(app_of(judge, limits=RequestLimits(max_rows=4))) as url:
