@@ -84,7 +84,7 @@ def _short_run(config: Any, rate: float, output: Path, run: Callable[..., RunSum
 
     iterations, folder = _iterations(config), output / FOLDER / f"{rate:g}"
     length = {"iterations": iterations, "checkpoint_every": iterations, "max_seconds": None}
-    quiet = {"best_by": None, "trackers": [], "push_to_hub": None}
+    quiet = {"best_by": None, "patience": None, "trackers": [], "push_to_hub": None}
     short = replace(config, optimizer=replace(config.optimizer, lr=rate), run=replace(config.run, **length, **quiet))
     folder.mkdir(parents=True, exist_ok=True)
     write_config(folder, short)

@@ -28,6 +28,7 @@ def _run_of(calls: list[tuple[float, int, Path]], changes: dict[float, float]) -
 
     def run(config: Any, output: Path, resume: bool = False) -> RunSummary:
         calls.append((config.optimizer.lr, config.run.iterations, output))
+        assert (config.run.best_by is None) == (config.run.patience is None), "patience counts evaluations of best_by"
         (output / "lora").mkdir()
         (output / "before.npz").write_text("measured once")
         if config.optimizer.lr not in changes:
@@ -41,7 +42,8 @@ def _run_of(calls: list[tuple[float, int, Path]], changes: dict[float, float]) -
 
 
 def test_the_best_rate_is_run_and_written(tmp_path, capsys):
-    config, calls = load_config(FlowGRPOConfig, None, ["run.iterations=60"]), list[Any]()
+    early_stop = ["run.best_by=heldout/accuracy", "run.patience=2"]
+    config, calls = load_config(FlowGRPOConfig, None, ["run.iterations=60", *early_stop]), list[Any]()
     run_with_found_rate(config, tmp_path / "run", run=_run_of(calls, CHANGES))
     assert [call[:2] for call in calls] == [(3e-5, 6), (9e-5, 6), (3e-4, 6), (9e-4, 6), (3e-3, 6), (3e-4, 60)]
     saved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
