@@ -165,7 +165,8 @@ class ImagePasses(NamedTuple):
 def image_passes(config: FlowGRPOConfig) -> ImagePasses:
     rollout, settings = config.rollout, config.objective
     if (ascent := settings.ascent) is not None:  # its samples carry the gradient: no replay, no old policy
-        return ImagePasses(*ascent.counted(rollout.steps), float(ascent.kl > 0), 0)
+        sampled, trained = ascent.counted(rollout.steps)
+        return ImagePasses(sampled * settings.epochs, trained, float(ascent.kl > 0), 0)  # each epoch draws anew
     if (few_step := settings.few_step) is not None:
         student = _halves(config.model, None)
         trained, untrained = few_step.planned(student, _halves(config.model, few_step.teacher_guidance))

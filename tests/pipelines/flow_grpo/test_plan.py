@@ -99,7 +99,7 @@ def test_operations_and_stored_bytes_are_those_of_a_real_velocity(folders, name,
     "changes",
     [
         ("objective.algorithm=ram", "model.guidance=2.0", "rollout.guidance=1.0"),
-        ("objective.algorithm=draft", "objective.changes.last=2", "rewards.terms={clip_score: {}}"),
+        ("objective={algorithm: draft, epochs: 2, changes: {last: 2}}", "rewards.terms={clip_score: {}}"),
         (f"rewards.terms={{j: {{name: '{PAIRS}', references: {{count: 3, keep: 1, every: 1}}}}}}",),
     ],
 )

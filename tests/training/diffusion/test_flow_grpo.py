@@ -292,6 +292,7 @@ def test_step_draws_are_reproducible_and_vary():
     assert [one_way.choose_steps(0, i)[0] for i in (3, 9)] == [[4], [4]]
     strided = replace(moving, sde_window_stride=2)
     assert [strided.choose_steps(0, i)[0] for i in range(3)] == [[1, 2], [4], [1, 2]]
+    assert strided.pairs_per_image == (2 + 1) / 2
     with pytest.raises(UserError, match="are of a window that moves"):
         replace(moving, sde_window_order="subset", sde_window_roll_back=False)
     assert moving.pairs_per_image == (2 + 2 + 1) / 3 and moving.trained_per_image == 2

@@ -117,6 +117,14 @@ def test_a_process_without_a_sample_moves_nothing(name, tmp_path):
     assert not gradients_of(policy).any()
 
 
+def test_fewer_groups_than_updates_get_new_noise_in_each_epoch(tmp_path):
+    rollout = {"prompts_per_iteration": 2}
+    objective, pace = {"algorithm": "crd", "epochs": 3}, {"updates_per_iteration": 5}
+    trainer = toy_trainer(tmp_path, rollout=rollout, objective=objective, optimizer=pace)
+    experience = trainer.algorithm.collect(trainer.context).experience
+    assert [step.epoch for step in trainer.algorithm.prepare(experience, trainer.context)] == [0, 0, 1, 1, 2, 2]
+
+
 def test_samples_that_say_nothing_have_no_gradient_and_stay_in_the_denominator(tmp_path):
     policy = ToyPolicy(torch.float64)
     trainer = toy_trainer(

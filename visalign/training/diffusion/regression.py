@@ -192,16 +192,16 @@ class VelocityRegression(ImageAlgorithm):
         encode, iteration = partial(self.encode, clock=run.clock), run.counters.iteration
         drawn = imitation.replays(images, self.records, encode, iteration, run.optimizer.updates_per_iteration)
         points: dict[str, Any] = {"row": row, "levels": row.level_count(self.rollout.steps), "drawn": (iteration,)}
-        replays = [
+        return [
             None if r is None else EndPoints(images=r[0], signal=r[1], present=r[1] > 0, value=r[1], **points)
             for r in drawn
         ]
-        return replays * self.settings.epochs
 
     def _steps(self, experience: EndPoints, run: Context) -> list[RegressionStep]:
         row, group = self.row, experience.images.group
-        per_epoch, iteration = run.optimizer.updates_per_iteration, run.counters.iteration
-        parts = split_updates(group, self.settings.epochs, per_epoch, self.seed, iteration, row.of_groups)
+        epochs, updates, iteration = self.settings.epochs, run.optimizer.updates_per_iteration, run.counters.iteration
+        parts = list(split_updates(group, epochs, updates, self.seed, iteration, row.of_groups))
+        per_epoch = len(parts) // epochs  # fewer than `updates` where there are fewer groups
         kl = experience.kl = row.kl_at(iteration)
         on_policy, steps, trained, total = self._is_on_policy(), [], 0, 0
         for number, sample in enumerate(parts):
@@ -210,7 +210,7 @@ class VelocityRegression(ImageAlgorithm):
                 sample = sample[torch.from_numpy(draw.permutation(len(sample)))]
             units, count = self._units(experience, sample, max(kl, row.average_kl) > 0, on_policy)
             total += len(sample)
-            replay = experience.replays[number] if experience.replays else None
+            replay = experience.replays[number % per_epoch] if experience.replays else None
             if units or replay is not None:
                 trained += sum(map(len, units))
                 epoch = number // per_epoch

@@ -176,7 +176,7 @@ class RolloutSettings:
         if size is None or order == "subset":
             return [steps[-(size or len(steps)) :]]
         last = len(steps) - size if order == "random" else len(steps) - 1
-        return [steps[start : start + size] for start in range(last + 1)]
+        return [steps[start : start + size] for start in range(0, last + 1, self.sde_window_stride)]
 
     def paths(self, step: int) -> int:
         """Count n_k, the different latents of a group before a step, or at the end (T)."""
