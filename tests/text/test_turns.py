@@ -22,6 +22,7 @@ from visalign.text import Sampling, StoppingCriteria, StopReason
 from visalign.text.chat import PromptEncoder
 from visalign.text.messages import template_messages
 from visalign.text.rollout import TextRollout
+from visalign.text.steps import StepReading, step_index
 from visalign.text.tools import ToolPolicy
 from visalign.text.turns import ChatTurns, EnvironmentUse
 
@@ -207,6 +208,14 @@ def test_the_mark_that_ends_a_turn_and_begins_the_next_stands_once() -> None:
     text = ToolPolicy(engine, encoder.tokenizer, turns).generate([PROMPT], seeds=0).text[0]
     answered = [{"role": "assistant", "content": "2"}, {"role": "user", "content": "No <|im_end|>"}]
     assert encoder.render(PROMPT) + text == encoder.render([*PROMPT, *answered]) + "3"
+
+
+def test_steps_of_a_conversation_are_those_of_its_turns() -> None:
+    rollout, engine = played("a\nb", "3\n4", factory=Game)
+    tokenizer, drawn = engine.encoder.tokenizer, rollout.loss_mask[0] != 0
+    steps = step_index(rollout, tokenizer, StepReading())[0]
+    texts = [tokenizer.decode(rollout.completion_ids[0][drawn & (steps == number)]) for number in range(4)]
+    assert texts == ["a\n", "b<|im_end|>", "3\n", "4<|im_end|>"] and (steps[~drawn] == -1).all()
 
 
 def test_a_conversation_whose_first_turn_was_cut_earned_nothing() -> None:

@@ -21,7 +21,7 @@ from visalign.core.rewards.steps import clip_step_rewards, delta_step_rewards
 from visalign.errors import UserError
 from visalign.interfaces import ToolCompletion, policy_text
 
-from .decoding import completion_text
+from .decoding import completion_text, decode
 from .rollout import TextRollout
 
 Span = tuple[int, int]  # First character of a step, and one past its last; the separator is outside
@@ -83,12 +83,15 @@ def _token_spans(rollout: TextRollout, row: int, tokenizer: Any, reading: StepRe
     if length == 0:
         return []
 
-    def decode(count: int) -> str:
+    def shown(count: int) -> str:
         return completion_text(tokenizer, ids[:count], ended=count == length and ended)
+
+    def spelled(count: int) -> str:  # a conversation keeps the end tokens of its earlier turns
+        return decode(tokenizer, ids[: count - (count == length and ended)])
 
     def completed(count: int) -> int:
         """Characters that the first tokens complete; one spread over two tokens counts at the last."""
-        decoded = decode(count)
+        decoded = read(count)
         pairs = zip(decoded, text, strict=False)
         return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(decoded), len(text)))
 
@@ -98,7 +101,8 @@ def _token_spans(rollout: TextRollout, row: int, tokenizer: Any, reading: StepRe
         return end - sum(min(stop, end) - begin for begin, stop in answers if begin < end)
 
     # with a tool the text may end in an answer, behind the last drawn token
-    if completed(length) != len(text if rollout.tools is None else decode(length)):
+    fits = str.startswith if rollout.tools is None else lambda decoded, text: text.startswith(decoded)
+    if (read := next((read for read in (shown, spelled) if fits(read(length), text)), None)) is None:
         raise UserError(
             f"This tokenizer reads the tokens of completion {row}, {text[:60]!r}, otherwise. Give that of its policy."
         )
