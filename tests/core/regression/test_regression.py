@@ -189,6 +189,8 @@ REWARD, GROUP = f64(1, 0, 1, NAN, 2, 2, 5, 3), [0, 0, 0, 0, 1, 1, 2, 2]
 def test_signals() -> None:
     assert_values(best_share(REWARD, GROUP, share=0.5), 1, 0, 1, 0, 0, 0, 1, 0)
     assert_values(best_share(f64(1, 2, 3, 4), [0] * 4, share=0.75), 0, 1, 1, 1)
+    assert best_share(torch.arange(25.0), [0] * 25, share=0.28).sum() == 7, "0.28 · 25 is above 7 in floats"
+    assert_values(tilted_weights(f64(1, 2, 3, 4), [0] * 4, temperature=1e-3), 0, 0, 0, 4)  # e^1342 is infinite
     weight = tilted_weights(REWARD, GROUP, temperature=0.5)
     assert_values(weight[3:6], 0, 0, 0)
     assert weight[:3].sum() == pytest.approx(3) and weight[6] / weight[7] == pytest.approx(math.exp(4), rel=1e-3)

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from visalign.core.advantages.baselines import best_of_group_advantages
 from visalign.core.advantages.group import group_advantages
 from visalign.core.checks import check_choice
-from visalign.core.groups.labels import Labels, group_index, group_min, group_sum
+from visalign.core.groups.group_statistics import group_extremes
+from visalign.core.groups.labels import Labels, group_index, group_sum
 from visalign.core.groups.moments import present_entries
 
 
@@ -27,8 +30,8 @@ def tilted_weights(reward: Tensor, group: Labels, *, temperature: float = 1.0, v
     z = group_advantages(reward.double(), group, ddof=0, valid=valid)
     index, groups = group_index(group, len(reward), reward.device)
     present = present_entries(reward, valid)
-    has_signal = group_sum((z != 0).double()[:, None], index, groups)[index, 0] > 0
-    weight = torch.where(present & has_signal, (z / temperature).exp(), 0.0)[:, None]
+    low, high = (limit[index] for limit in group_extremes(z, present, index, groups))
+    weight = torch.where(present & (low < high), ((z - high) / temperature).exp(), 0.0)[:, None]
     count = group_sum(present.double()[:, None], index, groups)[index]
     total = group_sum(weight, index, groups)[index]
     return (weight * count / torch.where(total > 0, total, 1.0))[:, 0].to(z.dtype)
@@ -43,12 +46,12 @@ def best_share(reward: Tensor, group: Labels, *, share: float = 0.25, valid: Ten
     index, groups = group_index(group, len(reward), reward.device)
     present = present_entries(reward, valid)
     value = torch.where(present, reward.double(), float("-inf"))
-    low = group_min(torch.where(present, value, float("inf"))[:, None], index, groups)[index, 0]
+    low = group_extremes(reward, present, index, groups)[0][index]
     bar = torch.full((groups,), float("inf"), dtype=torch.float64)
     for number in range(groups):
         sorted_rewards = value[present & (index == number)].sort(descending=True).values
         if len(sorted_rewards):
-            bar[number] = sorted_rewards[max(1, -int(-share * len(sorted_rewards) // 1)) - 1]
+            bar[number] = sorted_rewards[max(1, math.ceil(share * len(sorted_rewards) - 1e-9)) - 1]
     return (present & (value >= bar[index]) & (value > low)).double()
 
 
