@@ -73,7 +73,9 @@ def show_comparison(console: Console, result: Mapping[str, Any]) -> None:
 
 
 def rank(
-    images: Annotated[list[Path], Argument(help="Image files or folders, or a table of completions of one prompt.")],
+    images: Annotated[
+        list[Path], Argument(help="Image files or folders, or a table of images or completions of one prompt.")
+    ],
     reward: Annotated[str, Option("--reward", "-r", help="Name of the reward.")],
     prompt: opt.Prompt = None,
     options: opt.LabelOptions = None,
@@ -89,7 +91,7 @@ def rank(
     from visalign.data.sets.image_references import resolve_image
     from visalign.data.sets.tables import READERS
     from visalign.evaluation.pages.rank_page import file_tables
-    from visalign.pipelines.compare.compare import completions_to_rank, ranking_page, ranking_record
+    from visalign.pipelines.compare.compare import ranking_page, ranking_record, samples_to_rank
     from visalign.pipelines.score.image_rows import find_images, require_still
     from visalign.pipelines.shared.reward_options import load_each, needed_prompt, with_cache
     from visalign.pipelines.shared.run_folder import new_file
@@ -98,8 +100,9 @@ def rank(
 
     new_file(output, endings=(".html", ".json"))
     new_file(tables)
+    metadata = dict[str, Any]()
     if any(path.suffix.lower() in READERS for path in images):
-        names, prompt = completions_to_rank(images, prompt)
+        names, prompt, metadata = samples_to_rank(images, prompt)
     else:
         names = [str(path) for path in find_images(images)]
         for name in names:
@@ -107,7 +110,8 @@ def rank(
     with opt.clean_output():
         loaded = load_each([reward], options or [], load_any_judge, device)
         text, judge = needed_prompt(prompt, loaded), with_cache(loaded, cache)[reward]
-        ranking = order([resolve_image(name) for name in names], text, judge, budget=budget, level=level)
+        samples = [resolve_image(name) for name in names]
+        ranking = order(samples, text, judge, metadata=metadata or None, budget=budget, level=level)
     result = ranking_record(ranking, names, text, reward, judge)
     opt.print_result(result, show_ranking, as_json)
     opt.write_page_or_json(output, result, lambda: ranking_page(result), as_json)

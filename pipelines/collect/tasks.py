@@ -24,7 +24,7 @@ from visalign.data.sets.tables import READERS, Row, first_row, listed
 from visalign.data.sets.text_rows import refer_to_texts
 from visalign.errors import UserError
 from visalign.evaluation.pages.base import short_names
-from visalign.pipelines.score.image_rows import SAMPLED, ImageRow, image_rows
+from visalign.pipelines.score.image_rows import SAMPLED, ImageRow, image_rows, shared_metadata
 from visalign.settings import settings
 
 SIDES = ("left", "right")
@@ -180,8 +180,7 @@ def _model_name(source: str) -> str:
 
 def _metadata(*rows: ImageRow) -> dict[str, Any]:
     """Keep the metadata that are equal in all rows of a task."""
-    first, *further = (dict(row.metadata or {}) for row in rows)
-    equal = {name: value for name, value in first.items() if all(other.get(name) == value for other in further)}
+    equal = shared_metadata(rows)
     return {"metadata": equal} if equal else {}
 
 

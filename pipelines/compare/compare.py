@@ -15,7 +15,7 @@ from torch import Tensor
 from visalign.errors import Naming, UserError, excerpt
 from visalign.evaluation.pages.rank_page import SHOWN, rank_page
 from visalign.interfaces import PairwiseReward, PointwiseReward, Preferences, Scores, score_named
-from visalign.pipelines.score.image_rows import image_rows, require_still, require_text_name
+from visalign.pipelines.score.image_rows import image_rows, require_still, require_text_name, shared_metadata
 from visalign.pipelines.score.provenance import domain_note, provenance
 from visalign.pipelines.score.report import load_shown_images
 from visalign.pipelines.score.score import finite_or_none
@@ -190,8 +190,8 @@ def _summary(votes: Mapping[str, Sequence[str]], entries: Sequence[Mapping[str, 
     return f"{best} is better for {won[best]} of {count} judges, {second} for {won[second]}{rest}{doubt}."
 
 
-def completions_to_rank(items: Sequence[Path], prompt: str | None) -> tuple[list[str], str]:
-    """Read tables of completions of one prompt: their references, and the prompt."""
+def samples_to_rank(items: Sequence[Path], prompt: str | None) -> tuple[list[str], str, dict[str, Any]]:
+    """Read tables of images or completions of one prompt: their references, the prompt, and their common metadata."""
     rows = image_rows(items, prompt)
     prompts = list(dict.fromkeys(row.prompt for row in rows))
     if len(prompts) > 1:
@@ -199,7 +199,7 @@ def completions_to_rank(items: Sequence[Path], prompt: str | None) -> tuple[list
             f"The tables hold {len(prompts)} prompts, {excerpt(prompts[0])} and {excerpt(prompts[1])} among them, and "
             "answers are ranked under one. Keep the rows of one prompt; visalign score ranks within each."
         )
-    return list(dict.fromkeys(row.image for row in rows)), prompts[0]
+    return list(dict.fromkeys(row.image for row in rows)), prompts[0], shared_metadata(rows)
 
 
 def ranking_record(

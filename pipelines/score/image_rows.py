@@ -8,7 +8,7 @@ import os
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -183,6 +183,12 @@ def record_metadata(image: str, columns: Mapping[str, Any]) -> dict[str, Any]:
     metadata = text_record(image, columns) | dict(metadata_of(columns))
     metadata |= dict(record) if isinstance(record, Mapping) else {}
     return metadata if source is None else metadata | {"source": source}
+
+
+def shared_metadata(rows: Iterable[ImageRow]) -> dict[str, Any]:
+    """Keep the metadata that are equal in all rows."""
+    first, *further = (row.metadata or {} for row in rows)
+    return {name: value for name, value in first.items() if all(other.get(name) == value for other in further)}
 
 
 def _walk(folder: Path, clips: bool, skipped: Counter[str]) -> Iterator[Path]:

@@ -41,6 +41,10 @@ def test_texts_are_scored_with_their_records_and_shown_on_the_page(answers, tmp_
     assert "data:image/svg+xml;base64," in (tmp_path / "p.html").read_text()
     code, output = command("agree", answers, "-r", "task_answer", "--scores", "reward", "--output", tmp_path / "agree")
     assert code == 0 and "+1.00" in output, output
+    (tmp_path / "one.jsonl").write_text("\n".join(answers.read_text().splitlines()[1::-1]))
+    ranked = tmp_path / "rank.json"
+    code, output = command("rank", tmp_path / "one.jsonl", "-r", "task_answer", "-o", ranked)
+    assert code == 0 and [row["score"] for row in json.loads(ranked.read_text())["images"]] == [1, 0], output
 
 
 @pytest.mark.parametrize("form", ["point", "pair"])
