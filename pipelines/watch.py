@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,6 +16,7 @@ import yaml
 from visalign.errors import UserError
 from visalign.evaluation.pages.watch_page import watch_page
 from visalign.locks import LOCK, FolderInUseError, check_unlocked
+from visalign.model_files import read_object
 from visalign.pipelines.serve_reward import check_port_free
 from visalign.pipelines.shared.grids import FOLDER as SAMPLES
 from visalign.pipelines.shared.run_folder import END, resume_command
@@ -41,9 +43,11 @@ def run_state(folder: Path) -> State:
             return State("unknown", "The folder has no config.yaml, so only its metrics are shown.")
         start = shlex.join(["visalign", "train", "CONFIG", "--output", str(folder)])
         return State("waiting", f"No run has begun here. Start it: {start}. This page shows it when it begins.")
-    if (folder / "summary.json").is_file():
+    path, summary = folder / END, folder / "summary.json"
+    # of a finished run that was resumed with more iterations the summary is of fewer than the metrics
+    done = len(read_metrics(folder / "metrics.jsonl"))
+    if not path.is_file() and summary.is_file() and read_object(summary).get("iterations", done) >= done:
         return State("finished", "")
-    path = folder / END
     name, _, message = path.read_text(encoding="utf-8").partition("\n") if path.is_file() else ("ended", "", "")
     if name == "ended":
         message = "The process ended without a result, as when it is killed or the machine restarts."
@@ -55,10 +59,11 @@ def read_run(folder: Path) -> dict[str, Any]:
     state, path = run_state(folder), folder / "config.yaml"
     config = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
     metrics = read_metrics(folder / "metrics.jsonl")
-    total, done = (config.get("run") or {}).get("iterations"), len(metrics)
-    seconds = [row["seconds"] for row in metrics[-50:] if row.get("seconds")]
-    training = state.state == "training"
-    left = fmean(seconds) * max(total - done, 0) if training and seconds and total else None
+    run, done = config.get("run") or {}, len(metrics)
+    seconds, left, total = [row["seconds"] for row in metrics if row.get("seconds")], None, run.get("iterations")
+    if state.state == "training" and seconds and total:
+        left = fmean(seconds[-50:]) * (total - done)
+        left = max(0.0, min(left, (run.get("max_seconds") or math.inf) - sum(seconds)))
     grids = sorted((folder / SAMPLES).glob("*.png"))
     newest = [(int(file.stem), file) for file in [*grids[:1], *grids[1:][1 - GRIDS :]][::-1]]
     progress = {"folder": str(folder), **state._asdict(), "done": done, "total": total, "left": left}

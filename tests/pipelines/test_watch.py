@@ -40,6 +40,8 @@ def test_a_run_that_trains(tmp_path, monkeypatch):
     monkeypatch.setattr(watch, "check_unlocked", lambda *_, **__: (_ for _ in ()).throw(watch.FolderInUseError("x")))
     page = watch.build_page([run], reload=5)
     assert "iteration 3 of 4 · about 30 s left" in page and 'data-reload="5"' in page
+    (run / "config.yaml").write_text("run: {iterations: 4, max_seconds: 100}\n")
+    assert "about 10 s left" in watch.build_page([run])
     assert "0.2500 to 0.7500, iteration 3" in page and "Held-out mine" in page
     assert page.count("data:image/png") == watch.GRIDS and "before training" in page and "iteration 8" in page
     (run / "metrics.jsonl").unlink()
@@ -66,7 +68,10 @@ def test_runs_that_ended_say_how_and_how_to_go_on(tmp_path, error, name, sentenc
     assert state.sentence.endswith(f"Continue with: visalign train {run}/config.yaml --output {run} --resume")
     page = watch.build_page([run])
     assert ('<p class="banner" role="alert">' in page) == (name == "failed") and "<full>" not in page
-    (run / "summary.json").write_text("{}")
+    (run / "summary.json").write_text('{"iterations": 2}')
+    assert watch.run_state(run).state == name, "resumed after it had finished"
+    (run / END).unlink(missing_ok=True)
+    (run / "summary.json").write_text('{"iterations": 3}')
     assert watch.run_state(run).state == "finished"
 
 
