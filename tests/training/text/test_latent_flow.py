@@ -56,6 +56,8 @@ def test_it_pays_nothing_before_it_learnt_and_learns_from_right_completions_alon
     other = flow(policy)
     other.learn(rollout.rows(torch.tensor([0])), torch.ones(1, dtype=torch.bool), 0)
     assert all(torch.equal(value, other.state()[name]) for name, value in first.state().items())
+    first.learn(rollout, torch.zeros(2, dtype=torch.bool), 0)
+    assert first.metrics() == {}, "no loss of an earlier iteration"
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path) -> None:

@@ -76,6 +76,7 @@ class LatentFlow(LearningReward):
 
     def learn(self, rollout: TextRollout, outcome: Tensor, iteration: int) -> None:
         """Take steps of flow matching on the states of completions whose `outcome` [b] is right."""
+        self._metrics = {}
         accelerator, right = self._accelerator, outcome >= self.settings.right_at  # False for NaN, a failed reward
         states = [states for _, states in self._states(rollout.rows(right.nonzero()[:, 0]))]
         if not self._sum(float(sum(map(len, states))))[0]:

@@ -61,6 +61,7 @@ class OnlineProcessReward(LearningReward):
                 loss, hits = float(outputs.loss.detach().sum()), float(is_hit.sum())
             if self._update(max_norm=1.0):
                 sums += torch.tensor([*self._sum(loss, hits), count, 1])
+        self._metrics = {}
         if updates:
             loss, accuracy = (sums[:2] / sums[2]).tolist()  # NaN where no update was taken
             names = {"loss": loss, "accuracy": accuracy, "skipped": updates - float(sums[3])}
