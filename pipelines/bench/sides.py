@@ -171,43 +171,39 @@ def folder_sides(paths: Sequence[str], records: Sequence[Record] | None, scoring
             f"{len(strange)} of {len(counts[0])} prompts are not in the suite, such as {excerpt(strange[0])}. Leave "
             "--suite out, or give images of its prompts."
         )
-    draws = [Counter(map(_draw_key, table)) for table in tables]
-    has_seeds = all(isinstance(seed, int) and abs(seed) < 2**63 for draw in draws for _, seed in draw)
-    by_seed = has_seeds and max(draws[0].values()) == 1 and all(draw == draws[0] for draw in draws)
-    if has_seeds and any(draw != draws[0] for draw in draws):
-        warnings.warn("The sides' seeds differ, so a prompt's images are paired in the order of seeds.", stacklevel=2)
-    items = [[_draw_key(row)[0] for row in table] for table in tables]
+    items = [[record_key({"prompt": row.prompt, **(row.metadata or {})}) for row in table] for table in tables]
     if any(Counter(keys) != Counter(items[0]) for keys in items):
         items = [[(row.prompt,) for row in table] for table in tables]
+    draws = [[(key, _seed(row)) for key, row in zip(*lists, strict=True)] for lists in zip(items, tables, strict=True)]
+    has_seeds = all(isinstance(seed, int) and abs(seed) < 2**63 for draw in draws for _, seed in draw)
+    are_same = all(Counter(draw) == Counter(draws[0]) for draw in draws)
+    by_seed = has_seeds and are_same and len({*draws[0]}) == len(draws[0])
+    if has_seeds and not are_same:
+        warnings.warn("The sides' seeds differ, so a prompt's images are paired in the order of seeds.", stacklevel=2)
     tags = {key: {"tag": record_tags([row.metadata or {}])[0]} for key, row in zip(items[0], tables[0], strict=True)}
     order, sides = {key: number for number, key in enumerate(tags)}, list[Side]()
-    for path, table, keys in zip(paths, tables, items, strict=True):
+    for path, table, draw in zip(paths, tables, draws, strict=True):
         ordinals, rows = Counter[tuple[str, ...]](), list[ImageRow]()
-        by_item = sorted(zip(keys, table, strict=True), key=lambda x: (order[x[0]], has_seeds and _draw_key(x[1])[1]))
-        for key, row in by_item:
+        by_item = sorted(zip(draw, table, strict=True), key=lambda x: (order[x[0][0]], has_seeds and x[0][1]))
+        for (key, seed), row in by_item:
             require_still(Path(row.image))
             record = {"prompt": row.prompt, **(row.metadata or {}), **(suite.get(row.prompt) or tags[key])}
-            seed = _draw_key(row)[1] if by_seed else ordinals[key]
-            rows.append(replace(row, seed=seed, metadata=record))
+            rows.append(replace(row, seed=seed if by_seed else ordinals[key], metadata=record))
             ordinals[key] += 1
         facts = {"images": path, "files": {row.image: score_key([row.image], "", None) for row in rows}}
-        score = _scorer(rows, [key for key, _ in by_item], **scoring)
+        score = _scorer(rows, ["".join(key[1:]) for (key, _), _ in by_item], **scoring)
         sides.append(Side(label=path, facts=facts, rows=rows, score=score))
     return sides
 
 
-def _draw_key(row: ImageRow) -> tuple[tuple[str, ...], Any]:
-    """Return prompt, source and seed of an image, which two models share; a CSV has the seed as text."""
-    seed = int(row.seed) if str(row.seed).isdecimal() else row.seed
-    return record_key({"prompt": row.prompt, **(row.metadata or {})}), seed
+def _seed(row: ImageRow) -> Any:
+    return int(row.seed) if str(row.seed).isdecimal() else row.seed  # a CSV has texts
 
 
 def _scorer(
-    rows: Sequence[ImageRow], keys: Sequence[tuple[str, ...]], rewards: Mapping[str, Any], correctness: str | None
+    rows: Sequence[ImageRow], sources: Sequence[str], rewards: Mapping[str, Any], correctness: str | None
 ) -> Callable[[Parts], Iterator[HeldoutResult]]:
     """Return a function that scores parts of stored images as `evaluate` does drawn ones."""
-
-    sources = ["".join(key[1:]) for key in keys]
 
     def score_part(part: slice, decoded: Sequence[Tensor | None]) -> HeldoutResult:
         tally = Tally(correctness=correctness)
