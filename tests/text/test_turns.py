@@ -11,6 +11,7 @@ import torch
 
 from tests.adapters.causal_lm.test_chat_families import FAMILIES, GLM
 from tests.support.models.language import tiny_model, tiny_tokenizer
+from visalign.adapters.causal_lm.demonstrations import demonstration_rollout
 from visalign.adapters.causal_lm.policy import CausalLMPolicy
 from visalign.errors import UserError
 from visalign.interfaces import ToolCompletion, policy_text
@@ -143,6 +144,9 @@ def test_a_conversation_has_the_form_of_the_template_and_only_the_policys_tokens
     assert spelled_out(engine.encoder.tokenizer, texts[0]) is None
     learnt = rollout.text[0][: rollout.tools[0].answers[0][0]]
     assert learnt == f"{called(CALL)}<|im_end|>", "demonstrations keep the end of a turn"
+    spans = [trace.answers for trace in rollout.tools]
+    again = demonstration_rollout(FAMILIES["Qwen3"].policy(), ["1"], list(rollout.text), answers=spans)
+    assert again.completion_ids[0].tolist() == tokens.tolist() and torch.equal(again.loss_mask, rollout.loss_mask)
 
 
 @pytest.mark.parametrize(

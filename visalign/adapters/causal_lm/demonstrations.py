@@ -75,8 +75,7 @@ def _tokens(policy: CausalLMPolicy, prompt: Prompt, text: str, answers: Spans) -
     ids, mask = list[int](), list[float]()
     edges = [0, *(edge for span in answers for edge in span), len(text)]
     for number, (begin, stop) in enumerate(itertools.pairwise(edges)):
-        options = {"split_special_tokens": True} if number % 2 else {}
-        token_ids = policy.tokenizer(text[begin:stop], add_special_tokens=False, **options)["input_ids"]
+        token_ids = policy.tokenizer(text[begin:stop], add_special_tokens=False)["input_ids"]
         ids, mask = [*ids, *token_ids], [*mask, *[float(number % 2 == 0)] * len(token_ids)]
     return ids, mask
 
