@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -224,7 +224,7 @@ def unchanged(name: str, samples: Any) -> Iterator[None]:
 
 
 def score_named(reward: Any, samples: Any, prompts: Sequence[Any], metadata: Any = None, *, name: str) -> Scores:
-    """Score samples by a reward, one score for each; what it raises names the reward and the sample."""
+    """Score samples by a reward, one score for each, no finite number a failure; errors name reward and sample."""
 
     def score_rows(start: int, stop: int | None) -> Any:
         rows = slice(start, stop)
@@ -233,7 +233,11 @@ def score_named(reward: Any, samples: Any, prompts: Sequence[Any], metadata: Any
     with unchanged(name, samples), Naming(name, score_rows, len(prompts)):
         answer = score_rows(0, None)
     if isinstance(answer, Scores) and len(answer) == len(prompts):
-        return answer
+        claimed = answer.valid.to(answer.value.device)
+        valid, reasons = claimed & answer.value.isfinite(), list(answer.reason or [None] * len(answer))
+        for row in (claimed & ~valid).nonzero().flatten().tolist():
+            reasons[row] = f"the reward returned {float(answer.value[row]):g}, which is no score"
+        return replace(answer, value=torch.where(valid, answer.value, torch.nan), valid=valid, reason=reasons)
     returned = f"{len(answer)} scores" if isinstance(answer, Scores) else f"a {type(answer).__name__}"
     raise RewardError(
         f"Reward {name!r} returned {returned} for {len(prompts)} samples; it must return visalign.interfaces.Scores, "

@@ -81,9 +81,7 @@ def _compare_scores(judge: Any, images: Sequence[Tensor], prompt: str) -> dict[s
     scores = score_named(judge, list(images), [prompt] * 2, [None] * 2, name=judge.name)
     sides = {}
     for row, (name, reason) in enumerate(zip(SIDES, failure_reasons(scores), strict=True)):
-        value = finite_or_none(scores.value[row]) if reason is None else None
-        reason = "the reward gave no finite number" if reason is None and value is None else reason
-        sides[name] = {"value": value} | _describe(scores, row, reason)
+        sides[name] = {"value": finite_or_none(scores.value[row])} | _describe(scores, row, reason)
     notes = [f"{name}: {side['reason']}" for name, side in sides.items() if side["reason"]]
     entry: dict[str, Any] = {"kind": "scores", "unit": judge.unit, "higher_is_better": judge.higher_is_better}
     entry |= {"sides": sides, "notes": notes}

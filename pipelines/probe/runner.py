@@ -222,10 +222,7 @@ class ScoreRunner(ProbeRunner):
 
     def _ask(self, sides: list[Any], prompts: list[str], records: list[Any] | None) -> Answer:
         scores = score_named(self.reward, sides[0], prompts, records, name=self.name)
-        value = np.where(scores.valid.cpu().numpy(), scores.value.detach().cpu().double().numpy(), np.nan)
-        value = np.where(np.isfinite(value), value, np.nan)
-        default = ("the reward gave no finite number" if np.isnan(number) else None for number in value)
-        return value, [reason or why for reason, why in zip(failure_reasons(scores), default, strict=True)]
+        return scores.value.detach().cpu().double().numpy(), failure_reasons(scores)
 
 
 class PairAnswers(NamedTuple):

@@ -183,9 +183,7 @@ def _score(label: str, reward: PointwiseReward, batch: Sequence[ImageRow], image
     with Naming(label):
         judge = reward_identity(reward).line
     for index, (row, reason) in enumerate(zip(batch, failure_reasons(scores), strict=True)):
-        value = finite_or_none(scores.value[index]) if reason is None else None
-        if reason is None and value is None:
-            reason = f"the reward returned {float(scores.value[index]):g}, which is no score"
+        value = finite_or_none(scores.value[index])
         yield ScoreRow(
             image=row.image,
             reward=label,

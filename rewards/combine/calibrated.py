@@ -84,7 +84,7 @@ class Calibrated:
         scale: Scale = "better",
     ) -> Calibrated:
         """Score a reference set and take its valid scores."""
-        scores = reward.score(images, prompts, metadata)
+        scores = score_named(reward, images, prompts, metadata, name=reward.name)
         std = None if scores.std is None else scores.std[scores.valid]
         return cls(reward, scores.value[scores.valid], std=std, scale=scale)
 

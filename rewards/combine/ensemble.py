@@ -135,7 +135,6 @@ class Ensemble:
         for number, (label, member) in enumerate(self.members.items()) if usable else ():
             scores = judge(label, member)
             mean[number, rows] = self._convert(label, scores.value.detach().cpu().double())
-            mean[number, rows[~scores.valid.cpu()]] = torch.nan
             if scores.std is not None:
                 std = scores.std.detach().cpu().double() / self._scale[label][1]
                 variance[number, rows] = std.square()

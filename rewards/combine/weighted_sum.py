@@ -289,14 +289,12 @@ def _standardise(value: Tensor, valid: Tensor) -> Tensor:
 
 
 def spread_scores(scores: Scores, rows: list[int], size: int, *, missing: str = "not judged") -> Scores:
-    """Put the scores of some rows among all; invalid are rows not asked (`missing`) and values not finite."""
-    finite = torch.isfinite(scores.value)
+    """Put the scores of some rows among all; rows not asked are invalid (`missing`)."""
     reasons: list[str | None] = [missing] * size
     texts = [""] * size
     remarks = scores.text or [""] * len(rows)
-    for row, reason, ok, text in zip(rows, failure_reasons(scores), finite.tolist(), remarks, strict=True):
-        reasons[row] = reason if ok or reason is not None else "the score is not a finite number"
-        texts[row] = text
+    for row, reason, text in zip(rows, failure_reasons(scores), remarks, strict=True):
+        reasons[row], texts[row] = reason, text
     return Scores(
         value=scatter(scores.value, rows, size),
         valid=torch.tensor([reason is None for reason in reasons], dtype=torch.bool),

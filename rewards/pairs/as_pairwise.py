@@ -103,7 +103,7 @@ class PairsFromScores:
         images, prompts, records = request.select(rows, stack=False)
         first, index = distinct_images(images, list(zip(prompts, map(repr, records), strict=True)))
         scores = score_named(self.reward, *request.select([rows[i] for i in first]), name=self.reward.name)
-        value[rows] = torch.where(scores.valid, scores.value, torch.nan).detach().cpu().double()[index]
+        value[rows] = scores.value.detach().cpu().double()[index]
         if scores.std is not None:
             std[rows] = scores.std.detach().cpu().double()[index]
         score_reasons = failure_reasons(scores)

@@ -97,7 +97,7 @@ def _rank_scores(judge: PointwiseReward, request: Request, level: float) -> Rank
     low, high, reasons = score.clone(), score.clone(), list(request.images.reasons)
     if rows := request.rows:
         scores = score_named(judge, *request.select(rows), name=judge.name)
-        score[rows] = torch.where(scores.valid, scores.value, torch.nan).detach().cpu().float()
+        score[rows] = scores.value.detach().cpu().float()
         if scores.std is not None:
             z = float(torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=torch.float64)))
             low[rows], high[rows] = (score[rows] + sign * z * scores.std.detach().cpu().float() for sign in (-1, 1))

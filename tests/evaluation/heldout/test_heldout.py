@@ -261,7 +261,7 @@ def test_a_value_that_is_not_finite_is_invalid() -> None:
     wild = Values(lambda prompts: [math.inf] * len(prompts))
     result = run(rewards={"wild": wild}, correctness="wild")
     assert not result.judged.any() and not result.correct.any()
-    assert set(result.reasons) == {"no finite value"}
+    assert set(result.reasons) == {"the reward returned inf, which is no score"}
     assert np.isnan(result.scores["wild"]).all()
     assert result.invalid("wild") == 8 and math.isnan(result.mean("wild"))
 

@@ -13,6 +13,7 @@ from scipy.stats import norm
 
 from tests.support.judges.brightness import Brightness, grey
 from visalign.errors import UserError
+from visalign.interfaces import Scores
 from visalign.rewards import FunctionReward, RewardError, WeightedSum, check_reward, load_judge, load_reward
 from visalign.rewards.combine.calibrated import Calibrated
 
@@ -66,6 +67,9 @@ def test_failures_stay_failures():
     calibrated = Calibrated(Brightness(), REFERENCE)
     scores = calibrated.score(["none.png"], ["p"])
     assert not scores.valid[0] and scores.value.isnan().all() and "no such image" in str(scores.reason)
+    endless: Any = Brightness()
+    endless.score = lambda *_: Scores(value=torch.tensor([torch.inf]), valid=torch.tensor([True]), unit="level")
+    assert not Calibrated(endless, REFERENCE).score(grey([0.5]), ["p"]).valid[0], "infinity was the best place"
     unsure = Calibrated(Brightness(std=math.nan), REFERENCE).score(grey([0.5]), ["p"])
     assert not unsure.valid[0] and "without its standard deviation" in str((unsure.reason or [""])[0])
 

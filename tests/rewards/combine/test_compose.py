@@ -179,7 +179,7 @@ def test_a_valid_score_that_is_no_number_costs_its_own_sample_only(normalise):
     scores = total({"mine": (Answering(answer([1.0, math.nan, 3.0, math.inf])), 1.0)}, normalise=normalise)
     assert scores.valid.tolist() == [True, False, True, False]
     assert scores.value[[0, 2]].tolist() == ([-1, 1] if normalise == "batch" else [1, 3])
-    assert failure_reasons(scores)[1] == "mine: the score is not a finite number"
+    assert failure_reasons(scores)[1] == "mine: the reward returned nan, which is no score"
 
 
 def test_rounding_is_no_signal_in_a_batch():

@@ -32,15 +32,14 @@ class Tally:
 
     def add(self, name: str, reward: Any, scores: Scores, size: int) -> None:
         """Store one reward's scores of `size` samples, and its verdicts if it gives them."""
-        valid = finite_scores(scores)
-        value = scores.value.detach().cpu().to(torch.float32)
-        self.values.setdefault(name, []).append(torch.where(valid, value, torch.tensor(torch.nan)).numpy())
+        valid = scores.valid.cpu()
+        self.values.setdefault(name, []).append(scores.value.detach().cpu().to(torch.float32).numpy())
         if name == self.correctness:
             self.correct += (verdict(name, reward, scores) & valid).tolist()
             self.judged += valid.tolist()
             texts, failures = scores.text or [""] * size, scores.reason or [None] * size
             for ok, text, failure in zip(valid.tolist(), texts, failures, strict=True):
-                self.reasons.append((text or "") if ok else (failure or "no finite value"))
+                self.reasons.append((text or "") if ok else (failure or "no reason given"))
 
     def fields(self, rewards: Mapping[str, Any], total: int) -> dict[str, Any]:
         """Return the fields of a `HeldoutResult`; without a reward for verdicts no sample has one."""
