@@ -289,6 +289,8 @@ def _sft_keys(config: TextSampleConfig, output: Path) -> list[str]:
     """Build keys of text_sft for the dataset: its model and, of images, its question and rewards."""
     keys = [] if config.model.path == TextModelConfig().path else [f"model.path={config.model.path}"]
     keys.append(f"data.train={output / DATASET}")
+    parts = {name: getattr(config.rollout, name) for name in ("tool", "environment")}
+    keys += [f"generation.{name}={json.dumps(asdict(part))}" for name, part in parts.items() if part is not None]
     if config.data.question is not None:
         rewards = {label: {"name": t.name, "options": t.options} for label, t in config.rewards.terms.items()}
         heldout = config.data.train if config.data.train.startswith("shapes:") else "HELDOUT"
@@ -331,6 +333,7 @@ def load_point(path: Path) -> Completions:
     reward = [math.nan if value is None else value for value in columns["reward"]]
     columns["reward"] = torch.tensor(reward, dtype=torch.float32)
     columns["truncated"] = torch.tensor(columns["truncated"], dtype=torch.bool)
+    columns.setdefault("shown", [None] * len(reward))  # files of earlier versions
     columns["point"] = [GridPoint(**columns["point"])] * len(reward)
     return Completions(**columns)
 
@@ -344,4 +347,8 @@ def _dataset_record(records: Records, completions: Completions, index: int) -> d
     origin |= {"hinted": True} if point.hinted else {}
     if answers := completions.answers[index]:
         origin[TOOL_ANSWERS] = [list(span) for span in answers]
-    return {"prompt": record["prompt"], **origin, **{k: v for k, v in record.items() if k != "prompt"}}
+    return {
+        "prompt": completions.shown[index] or record["prompt"],
+        **origin,
+        **{k: v for k, v in record.items() if k != "prompt"},
+    }

@@ -16,6 +16,7 @@ from visalign.data.sets.prompt_files import load_demonstrations
 from visalign.errors import UserError
 from visalign.pipelines.text import sample as text_sample
 from visalign.pipelines.text.sample import TextSampleConfig, plan, run
+from visalign.pipelines.text.supervised import TextSFTConfig
 from visalign.training.loop.checkpoint import CheckpointError
 from visalign.training.loop.judging import RewardFailure
 
@@ -211,6 +212,17 @@ def test_a_dataset_says_what_the_tool_wrote(inputs, tmp_path):
         assert before.endswith("b") and line["completion"][begin:end] in (before[-2:-1] * 2, before[-2:-1])
     more = run(_config(inputs, calls, "rollout.max_new_tokens=8", "selection.rule=all"), tmp_path / "run", resume=True)
     assert _lines(tmp_path / "run") == lines and more["records"] == summary["records"]
+
+
+def test_what_an_environment_wrote_into_a_prompt_is_learnt_with_it(inputs, tmp_path):
+    file = inputs / "board.py"
+    file.write_text("class Board:\n    def reset(self): return ' hi'\n    def step(self, text): return None\n")
+    use = {"use": f"{file}:Board"}
+    config = _config(inputs, f"rollout.environment={json.dumps(use)}", "selection.rule=all")
+    summary = run(config, tmp_path / "run")
+    assert {line["prompt"] for line in _lines(tmp_path / "run")} == {f"{q['prompt']} hi" for q in QUESTIONS}
+    keys = [key for key in summary.next_command[3:] if key.startswith("generation")]
+    assert load_config(TextSFTConfig, None, keys).generation.environment == config.rollout.environment
 
 
 def test_hinted_completions_stand_in_where_none_was_right(inputs, finished, tmp_path):
