@@ -30,7 +30,7 @@ from visalign.interfaces import score_named
 from visalign.pipelines.flow_grpo.job import evaluation_drawing, is_used_as_before, sampling_options
 from visalign.pipelines.jobs import load_job
 from visalign.pipelines.sample.job import SampleSettings, load_sampler
-from visalign.pipelines.score.image_rows import SAMPLED, ImageRow, image_rows, require_still
+from visalign.pipelines.score.image_rows import ImageRow, image_rows, require_still
 from visalign.pipelines.score.log import score_key
 from visalign.pipelines.shared.reward_options import parse_options
 from visalign.rewards.base.ahead import decode_ahead, takes_decoded
@@ -153,8 +153,7 @@ def folder_sides(paths: Sequence[str], records: Sequence[Record] | None, scoring
     prompts must be among its, and get their records; else the first side's tags. The images that a prompt edits tell
     its images apart where all sides name the same.
     """
-    folders = [Path(path) / SAMPLED if (Path(path) / SAMPLED).is_file() else Path(path) for path in paths]
-    tables = [image_rows([folder]) for folder in folders]
+    tables = [image_rows([Path(path)]) for path in paths]
     counts = [Counter(row.prompt for row in rows) for rows in tables]
     suite: dict[str, Record] = {str(record["prompt"]): record for record in records or ()}
     if any(suite[str(record["prompt"])] != record for record in records or () if str(record["prompt"]) in counts[0]):

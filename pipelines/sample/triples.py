@@ -14,7 +14,7 @@ from visalign.data.sets.columns import usual_names
 from visalign.data.sets.image_references import absolute_reference
 from visalign.data.sets.records import PreferencePair, PreferenceSet
 from visalign.data.sets.sources import is_named_set, load_source
-from visalign.data.sets.tables import READERS, first_row
+from visalign.data.sets.tables import first_row
 from visalign.errors import UserError
 from visalign.interfaces import PointwiseReward
 from visalign.rewards.chat.judge import connect
@@ -39,9 +39,8 @@ REFINE = question(
 
 def load_pairs(source: str) -> PreferenceSet | None:
     """Load a set of pairs; None where the source holds prompts alone."""
-    path = Path(source)
     if not is_named_set(source):
-        first = first_row(path) if path.suffix.lower() in READERS and path.is_file() else {}
+        first = first_row(Path(source))
         if "image_left" not in first and "image_left" not in usual_names(first, {}, is_judged=True):
             return None
     pairs = load_source(source)

@@ -83,24 +83,17 @@ def column_names(path: str | Path, row: Row) -> list[str]:
 
 def table_header(path: str | Path) -> list[str]:
     """Read the columns of a CSV, TSV, Parquet or Excel file; [] of others, where each row names its own."""
-    path = Path(path)
-    if not path.is_file():
+    path, ending = Path(path), Path(path).suffix.lower()
+    if not path.is_file() or ending not in (".csv", ".tsv", ".parquet", ".xlsx"):
         return []
-    if path.suffix.lower() == ".parquet":
+    if ending == ".parquet":
         import pyarrow.parquet
 
         return pyarrow.parquet.read_schema(path).names
-    if path.suffix.lower() == ".xlsx":
+    if ending == ".xlsx":
         import pandas
 
         return [str(name) for name in pandas.read_excel(path, nrows=0)]
-    return csv_header(path)
-
-
-def csv_header(path: Path) -> list[str]:
-    """Read the first line of a CSV or TSV file; [] of an empty one, and of other files."""
-    if path.suffix.lower() not in (".csv", ".tsv"):
-        return []
     with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:  # `read_rows` refuses other encodings
         return next(csv.reader(file, delimiter=_delimiter(file, path)), [])
 
