@@ -41,7 +41,6 @@ from visalign.pipelines.shared.run_folder import fingerprint
 from visalign.pipelines.shared.sections import RewardsConfig, RewardTerm
 from visalign.precision import default_device
 from visalign.settings import refuse
-from visalign.training.diffusion.discriminator import check_discriminators
 from visalign.training.diffusion.experts import check_experts
 from visalign.training.diffusion.references import ReferenceImages
 from visalign.training.diffusion.reward_gradient import check_differentiable
@@ -228,7 +227,6 @@ def _check_method(config: FlowGRPOConfig, reward: Any, records: Records, strata:
     objective.check_reward(reward, renewed=renewed)
     more = config.dynamic, config.self_imitation
     check_more_samples(objective, rollout, *more, reward=reward, renewed=renewed)
-    check_discriminators(objective, rollout, config.self_imitation, reward)
     if objective.ascent is not None:
         check_differentiable(reward)
     model = config.model

@@ -12,45 +12,10 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from visalign.errors import UserError
 from visalign.flow.rollout import middle_frames
 from visalign.seeds import sample_seed
 from visalign.training.policy.learning_reward import LearningReward
 from visalign.vision.pixels import to_levels
-
-from .rollout_settings import RolloutSettings
-from .settings import COMPLETIONS, DiffusionObjectiveSettings
-
-
-def check_discriminators(
-    objective: DiffusionObjectiveSettings, rollout: RolloutSettings, replay: Any, reward: Any
-) -> None:
-    """Refuse settings under which scores before and after the reward has learnt would be compared."""
-    is_par = objective.is_policy_gradient and objective.build(length=1).advantage == "par"
-    reasons = {
-        "rollout.staleness=1 scores images meanwhile. Set rollout.staleness=0": rollout.staleness > 0,
-        f"objective.credit={objective.credit} scores more images then. Set it to image": objective.credit
-        in COMPLETIONS,
-        "self_imitation replays earlier scores. Set self_imitation=null": replay is not None,
-        f"objective.algorithm={objective.algorithm} stores scores of the reference. Take flow_grpo": is_par,
-    }
-    labels = list(reward.capabilities.discriminators)
-    if reason := next((reason for reason, applies in reasons.items() if labels and applies), None):
-        raise UserError(f"rewards.terms.{labels[0]} learns after each iteration, and {reason}.")
-
-
-def build_discriminators(
-    objective: DiffusionObjectiveSettings,
-    rollout: RolloutSettings,
-    replay: Any,
-    reward: Any,
-    seed: int,
-    accelerator: Accelerator,
-) -> list[OnlineDiscriminator]:
-    """Build the learners of a reward's adversarial terms, under settings that fit them."""
-    check_discriminators(objective, rollout, replay, reward)
-    terms = reward.capabilities.discriminators.items()
-    return [OnlineDiscriminator(label, term, seed=seed, accelerator=accelerator) for label, term in terms]
 
 
 class OnlineDiscriminator(LearningReward):

@@ -44,7 +44,6 @@ from visalign.training.policy.update import split_updates
 
 from .images import ImageAlgorithm
 from .merging import guidance_scale
-from .samples import Records
 
 STUDENT, TEACHER, CRITIC, SURROGATE = "student", "teacher", "critic", "surrogate"
 SLOW = "slow_surrogate"  # File stem of the surrogate's slow copy in a checkpoint, and key of its updates
@@ -183,13 +182,9 @@ class FewStepDistillation(ImageAlgorithm):
                 condition = self.encode(records, run.clock)
                 self.roll_out(condition, batch, torch.arange(len(batch)), (), run.clock)
         x, v = (torch.cat(parts) for parts in zip(*self._paths, strict=True))
-        group = self.gather_all(batch.group_id)
+        group = self.shares.gather_all(batch.group_id)
         paths = FewStepPaths(condition=condition, batch=batch, x=x, v=v, group=group, advantage=advantage)
         return Collected(experience=paths, samples=self.samples, metrics=metrics)
-
-    def encode(self, records: Records, clock: PhaseClock) -> Condition:
-        with guidance_scale(self.policy, self.row.teacher_guidance):
-            return super().encode(records, clock)
 
     def roll_out(
         self, condition: Condition, batch: Batch, rows: Tensor, sde_steps: Sequence[int], clock: PhaseClock

@@ -41,7 +41,7 @@ from visalign.training.policy.constraints import RewardConstraints
 from visalign.training.policy.reference import Reference
 from visalign.training.policy.winners import ReplaySettings
 
-from .discriminator import build_discriminators
+from .discriminator import OnlineDiscriminator
 from .image_statistics import STATISTICS, group_diversity, image_statistics
 from .references import KEY as REFERENCES
 from .references import ReferenceImages
@@ -140,11 +140,11 @@ class ImageAlgorithm(Algorithm):
         self.caption_dropout, self.teacher, self.batch_size = caption_dropout, teacher, rollout.measured_batch_size
         in_thread = rollout.overlap > 1 or rollout.staleness > 0
         self.scorer = RewardScorer(as_higher_is_better(reward), in_thread=in_thread)
-        self.discriminators = build_discriminators(settings, rollout, self_imitation, reward, seed, self.accelerator)
+        terms = reward.capabilities.discriminators.items()
+        self.discriminators = [OnlineDiscriminator(*term, seed=seed, accelerator=self.accelerator) for term in terms]
         self.sampler = self._build_sampler(strata, cycle)
         self.samples = rollout.prompts_per_iteration * rollout.group_size
         self.shares = Shares.even(self.samples, self.accelerator)
-        self.gather_all = self.shares.gather_all
         policy.module.eval()  # with dropout the replay would evaluate another function than the rollout
         check_sizes(policy, rollout.image_sizes)
         self._default_size = getattr(policy, "image_size", None)
@@ -309,16 +309,16 @@ class ImageAlgorithm(Algorithm):
         with clock.phase("reward"):
             scores = concatenate_scores([wait() for wait in pending.scores])
         value, valid, parts = self._gather(scores)
-        group = self.gather_all(pending.batch.group_id)
+        group = self.shares.gather_all(pending.batch.group_id)
         check_failures(scores, valid, self.rollout.max_failure_rate, self.scorer.reward.name)
         metrics = score_metrics(self.scorer.reward, value, valid, group, parts)
         if pending.statistics is not None:
-            statistics = self.gather_all(pending.statistics)
+            statistics = self.shares.gather_all(pending.statistics)
             metrics |= {f"image/{n}": mean for n, mean in zip(STATISTICS, statistics.mean(0).tolist(), strict=False)}
             if self.features is not None:
                 metrics["diversity"] = group_diversity(statistics[:, len(STATISTICS) :], group)
         if pending.scouted is not None:
-            metrics["scout_agreement"] = rank_agreement(value, self.gather_all(pending.scouted), group)
+            metrics["scout_agreement"] = rank_agreement(value, self.shares.gather_all(pending.scouted), group)
         return ScoredImages(
             condition=pending.condition,
             trajectory=pending.trajectory,
@@ -328,7 +328,7 @@ class ImageAlgorithm(Algorithm):
             valid=valid,
             group=group,
             parts=parts,
-            columns=self.gather_all(reward_columns(self.scorer.reward, scores)),
+            columns=self.shares.gather_all(reward_columns(self.scorer.reward, scores)),
             metrics=metrics,
             shares=self.shares,
         )
@@ -397,7 +397,7 @@ class ImageAlgorithm(Algorithm):
         value = scores.value.float().cpu()
         columns = {**({} if scores.std is None else {"std": scores.std}), **scores.parts}
         parts = self.shares.table({"": value, **{name: part.float() for name, part in columns.items()}})
-        return parts.pop(""), self.gather_all(scores.valid.cpu() & torch.isfinite(value)), parts
+        return parts.pop(""), self.shares.gather_all(scores.valid.cpu() & torch.isfinite(value)), parts
 
     def distribute(
         self,

@@ -77,7 +77,7 @@ class RewardGradient(ImageAlgorithm):
             condition=self.encode(records, run.clock),
             prompts=[str(record["prompt"]) for record in records],
             batch=batch,
-            group=self.gather_all(batch.group_id),
+            group=self.shares.gather_all(batch.group_id),
             value=torch.full((self.samples,), torch.nan, dtype=torch.float64),
         )
         return Collected(experience=experience, samples=self.samples)

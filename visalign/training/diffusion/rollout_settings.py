@@ -41,7 +41,14 @@ from visalign.training.loop.sampler import check_batch_algebra, check_batch_rewa
 from visalign.training.policy.settings import stale_message
 from visalign.training.policy.winners import ReplaySettings
 
-from .settings import BranchSettings, DiffusionObjectiveSettings, ScoutSettings, broken_branch, is_no_subset
+from .settings import (
+    BranchSettings,
+    DiffusionObjectiveSettings,
+    ScoutSettings,
+    broken_branch,
+    check_discriminators,
+    is_no_subset,
+)
 
 
 @settings("rollout")
@@ -455,6 +462,8 @@ def check_more_samples(
             f"self_imitation replays images of earlier iterations, and {reasons[0]}. Set self_imitation=null, or "
             "change the other, e.g. objective.algorithm=diffusion_nft, ram or reward_weighted on sampled images."
         )
+    if reward is not None:
+        check_discriminators(objective, rollout, replay, reward)
 
 
 def check_processes(objective: DiffusionObjectiveSettings, rollout: RolloutSettings, reward: Any, world: int) -> None:

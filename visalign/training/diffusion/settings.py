@@ -230,6 +230,21 @@ def _broken_rules(s: DiffusionObjectiveSettings) -> Iterator[str]:
         )
 
 
+def check_discriminators(objective: DiffusionObjectiveSettings, rollout: Any, replay: Any, reward: Any) -> None:
+    """Refuse settings under which scores before and after the reward has learnt would be compared."""
+    is_par = objective.is_policy_gradient and objective.build(length=1).advantage == "par"
+    reasons = {
+        "rollout.staleness=1 scores images meanwhile. Set rollout.staleness=0": rollout.staleness > 0,
+        f"objective.credit={objective.credit} scores more images then. Set it to image": objective.credit
+        in COMPLETIONS,
+        "self_imitation replays earlier scores. Set self_imitation=null": replay is not None,
+        f"objective.algorithm={objective.algorithm} stores scores of the reference. Take flow_grpo": is_par,
+    }
+    labels = list(reward.capabilities.discriminators)
+    if reason := next((reason for reason, applies in reasons.items() if labels and applies), None):
+        raise UserError(f"rewards.terms.{labels[0]} learns after each iteration, and {reason}.")
+
+
 @settings("rollout.branch")
 class BranchSettings:
     """Steps at which the images of a prompt branch (BranchGRPO, arXiv 2509.06040)."""
