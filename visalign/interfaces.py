@@ -175,11 +175,7 @@ class RewardCapabilities:
 
 
 def is_logit(unit: str) -> bool:
-    """Return True for a Bradley-Terry unit, in which a difference of 1 is odds of e; not for a part or mixture of one.
-
-    >>> is_logit("log-odds of yes"), is_logit("logit / 26"), is_logit("cosine")
-    (True, False, False)
-    """
+    """Return True for a Bradley-Terry unit, in which a difference of 1 is odds of e; "logit / 26" is none."""
     words = ("bradley-terry", "log-odds", "logit")
     return any(word in unit.lower() for word in words) and " / " not in unit and not unit.startswith("mixed")
 

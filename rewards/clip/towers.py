@@ -34,7 +34,6 @@ from visalign.rewards.weights.resize import SETTINGS as PREPROCESSING
 from visalign.rewards.weights.resize import (
     batch_levels,
     fitting_images,
-    model_levels,
     model_pixels,
     normalised,
     target_shape,
@@ -175,8 +174,7 @@ class ClipTowers:
 
     def pixels(self, images: Sequence[Tensor]) -> Tensor:
         """Preprocess N images [3, H, W] in [0, 1] to [N, 3, h, w], normalised, float32."""
-        levels = torch.stack([model_levels(image, self.preprocess) for image in images])
-        return normalised(levels / 255, self.preprocess)
+        return normalised(batch_levels(images, self.preprocess, images[0].device) / 255, self.preprocess)
 
     def tokens(self, prompts: Sequence[str]) -> Tensor:
         """Tokenize N prompts to ids [N, L]; too long ones are cut before the end token."""

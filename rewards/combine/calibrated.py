@@ -17,6 +17,8 @@ from visalign.rewards.base.contract import RewardError, check_choices, check_rul
 from visalign.rewards.base.failure import failure_reasons
 from visalign.rewards.base.identity import Identity
 
+from .uncertainty import with_deviation
+
 Scale = Literal["quantile", "better"]
 UNITS = {"quantile": "quantile of the reference", "better": "probability better than the reference"}
 
@@ -104,12 +106,10 @@ class Calibrated:
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Place each image's score among the reference; the raw score is the part "raw"."""
         scores = score_named(self.reward, images, prompts, metadata, name=self.reward.name)
-        value = scores.value.detach().cpu().double()
+        if self.scale == "better" and scores.std is not None:
+            scores, _ = with_deviation(self.reward.name, scores)
+        value, reasons = scores.value.detach().cpu().double(), failure_reasons(scores)
         std = torch.zeros_like(value) if scores.std is None else scores.std.detach().cpu().double()
-        reasons = failure_reasons(scores)
-        for row in range(len(reasons)):
-            if self.scale == "better" and reasons[row] is None and not bool(torch.isfinite(std[row])):
-                reasons[row] = "the reward gave a value without its standard deviation"
         rank = self._rank(value, std)
         if not self.reward.higher_is_better:
             rank = 1 - rank

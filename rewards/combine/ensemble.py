@@ -85,7 +85,6 @@ class Ensemble:
         self.how, self.strength, self.ddof, self.min_members = how, strength, ddof, needed
         first = members[labels[0]]
         self._scale = {label: (0.0, 1.0) for label in labels} | dict(calibration or {})
-        self._signs = {label: 1.0 if members[label].higher_is_better else -1.0 for label in labels}
         self.unit = first.unit if calibration is None else "reference standard deviations"
         self.higher_is_better = first.higher_is_better if calibration is None else True
         self.range = self._range()
@@ -110,7 +109,7 @@ class Ensemble:
 
     def _convert(self, label: str, value: Any) -> Any:
         mean, std = self._scale[label]
-        sign = 1.0 if self.higher_is_better == (self._signs[label] > 0) else -1.0
+        sign = 1.0 if self.higher_is_better == self.members[label].higher_is_better else -1.0
         return sign * (value - mean) / std
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:

@@ -99,7 +99,7 @@ def with_deviation(name: str, scores: Scores) -> tuple[Scores, Tensor]:
         raise RewardError(
             f"Reward {name!r} gives no standard deviation. Take an ensemble, or a judge with Scores.std."
         )
-    valid = scores.valid & torch.isfinite(scores.value) & torch.isfinite(scores.std)
+    valid = scores.valid & torch.isfinite(scores.std)
     reasons = list(scores.reason or [None] * len(scores))
     for row in (scores.valid & ~valid).nonzero().flatten().tolist():
         reasons[row] = "the judge gave no standard deviation for it"

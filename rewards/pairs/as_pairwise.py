@@ -10,15 +10,7 @@ import torch
 from torch import Tensor
 
 from visalign.core.preference.uncertainty import log_win_probability
-from visalign.interfaces import (
-    Metadata,
-    PairwiseReward,
-    PointwiseReward,
-    Preferences,
-    is_logit,
-    score_named,
-    with_capabilities,
-)
+from visalign.interfaces import Metadata, PointwiseReward, Preferences, is_logit, score_named, with_capabilities
 from visalign.rewards.base.contract import Request, check_choices, read_pairs, read_request
 from visalign.rewards.base.failure import failure_reasons
 from visalign.rewards.base.identity import Identity, with_options
@@ -30,7 +22,7 @@ TIE = 1e-6
 """Relative difference up to which scores without a standard deviation count as equal (rounding)."""
 
 
-def as_pairwise(reward: PointwiseReward, *, link: Link = "auto") -> PairwiseReward:
+def as_pairwise(reward: PointwiseReward, *, link: Link = "auto") -> PairsFromScores:
     """Make a pairwise judge that compares the two images' scores.
 
     P(left better), with d = μ_left − μ_right, or its opposite where lower is better, and s² = σ_left² + σ_right²:

@@ -82,11 +82,6 @@ def _factors(device: torch.device) -> Tensor:
         return (torch.randint(-(2**62), 2**62, (_BLOCK,), generator=generator) * 2 + 1).to(device)
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
-
-
 def _version(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
 
@@ -109,7 +104,7 @@ class WeightPrint:
             return self._loaded[state]
         if self._current is None or self._current[0] != state:
             previous, self._tensors = self._tensors, {}
-            for name, tensor in _tensors(self._module):
+            for name, tensor in chain(self._module.named_parameters(), self._module.named_buffers()):
                 version, entry = _version(tensor), previous.get(name)
                 if entry is None or entry[0] != version or tensor.is_inference():
                     entry = version, tensor_print(tensor)

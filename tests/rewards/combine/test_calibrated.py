@@ -71,7 +71,7 @@ def test_failures_stay_failures():
     endless.score = lambda *_: Scores(value=torch.tensor([torch.inf]), valid=torch.tensor([True]), unit="level")
     assert not Calibrated(endless, REFERENCE).score(grey([0.5]), ["p"]).valid[0], "infinity was the best place"
     unsure = Calibrated(Brightness(std=math.nan), REFERENCE).score(grey([0.5]), ["p"])
-    assert not unsure.valid[0] and "without its standard deviation" in str((unsure.reason or [""])[0])
+    assert not unsure.valid[0] and "gave no standard deviation" in str((unsure.reason or [""])[0])
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy import stats
 
 from .intervals import ratio
 
@@ -23,12 +20,8 @@ def auroc(score: ArrayLike, positive: ArrayLike) -> float:
 
     Source: Mann and Whitney, Ann. Math. Statist. 18 (1947) 50: U / (n₁ n₀).
     """
-    values, is_positive = np.asarray(score, dtype=np.float64), np.asarray(positive, dtype=bool)
-    positives, negatives = values[is_positive], values[~is_positive]
-    if not len(positives) or not len(negatives):
-        return math.nan
-    test: Any = stats.mannwhitneyu(positives, negatives, method="asymptotic")
-    return float(test.statistic / (len(positives) * len(negatives)))
+    values = np.asarray(score, dtype=np.float64)
+    return float(weighted_auroc(values, np.asarray(positive, dtype=bool), np.ones((1, len(values))))[0])
 
 
 def weighted_auroc(score: Array, positive: NDArray[np.bool_], weights: Array) -> Array:
