@@ -112,7 +112,6 @@ class ImageStatistic:
         self.identity = Identity(judge=statistic, model="statistic of the pixels")
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Measure each image; prompts and metadata are not looked at."""
         request = read_request(self.name, images, prompts, metadata)
         reasons = list(request.images.reasons)
         values = torch.full((len(request),), torch.nan)

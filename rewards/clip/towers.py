@@ -296,7 +296,6 @@ class ClipHeadJudge(ClipJudge):
     """Map embeddings [n, D] float32 on the CPU, not normalised, to scores [n], differentiably."""
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Score each image; prompts and metadata are ignored."""
         request = read_request(self.name, images, prompts, metadata)
         reasons = list(request.images.reasons)
         rows, features = self.towers.image_features(request, reasons)

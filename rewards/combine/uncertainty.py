@@ -69,7 +69,6 @@ class UncertaintyUsed:
         return None if self.capabilities.needs_batch else with_options(self.reward.identity, uncertainty=used)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Score with the reward and use its uncertainty."""
         scores = score_named(self.reward, images, prompts, metadata, name=self.reward.name)
         raw, scores, std = scores.value, *with_deviation(self.reward.name, scores)
         mean, std, valid = scores.value.double(), std.double(), scores.valid

@@ -156,7 +156,6 @@ class LoraEnsembleReward:
 
     @torch.no_grad()
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Score B images for their prompts; metadata is ignored."""
         model = self.model
         request = read_request(self.name, images, prompts, metadata)
         reasons = list(request.images.reasons)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,20 +14,9 @@ from torch import Tensor
 from visalign.core.preference.ranking import MAX_LOG_ODDS
 from visalign.data.sets.image_references import CompletionText
 from visalign.errors import Naming
-from visalign.interfaces import Metadata, PairwiseReward, Preferences
+from visalign.interfaces import Preferences
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.base.images import as_contract
-
-
-@runtime_checkable
-class IndexedPairwiseReward(Protocol):
-    """Pairwise judge that compares numbered images and encodes each image only once."""
-
-    def compare_pairs(
-        self, images: Any, pairs: Tensor, prompts: Sequence[str], metadata: Metadata | None = None
-    ) -> Preferences:
-        """Compare pairs [N, 2] (left, right) of n images with n prompts and records."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -52,13 +41,13 @@ class PairAnswers:
 class PairAsker:
     """Asks one judge about pairs of n images [3, H, W] in [0, 1], given by number, and counts the calls.
 
-    Both images of a pair must have the same prompt. An `IndexedPairwiseReward` is asked through
-    `compare_pairs`; any other judge gets `compare` with all pairs of a round in one call.
+    Both images of a pair must have the same prompt. A judge may have `compare_pairs(images, pairs, prompts,
+    metadata)`, which encodes each of n numbered images once; any other gets all pairs of a round in one `compare`.
     """
 
     def __init__(
         self,
-        judge: PairwiseReward,
+        judge: Any,
         images: Sequence[Tensor],
         prompts: Sequence[str],
         metadata: Sequence[Mapping[str, Any] | None],
@@ -77,7 +66,7 @@ class PairAsker:
         return read_preferences(check_preferences(self.judge.name, preferences, len(pairs)))
 
     def _compare(self, pairs: Tensor) -> Any:
-        if isinstance(self.judge, IndexedPairwiseReward):
+        if hasattr(self.judge, "compare_pairs"):
             images = as_contract(self._images)
             return self.judge.compare_pairs(images, pairs, list(self._prompts), list(self._metadata))
         left, right = pairs.T.tolist()

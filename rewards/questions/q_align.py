@@ -66,7 +66,6 @@ class QAlign(EngineJudge):
         self.options = {"min_mass": min_mass, "levels": self._level_ids}
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Score B images; prompts and metadata are ignored."""
         request = read_request(self.name, images, prompts, metadata)
         reasons, size = list(request.images.reasons), len(request)
         rows, queries = requests(replace(request, prompts=["-"] * size), self.template, reasons)

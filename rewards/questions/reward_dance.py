@@ -145,7 +145,6 @@ class RewardDance(_YesNoJudge):
         super().__init__(model, device=device, options={"value": value}, **options)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Score B images for their prompts; metadata is ignored."""
         request = read_request(self.name, images, prompts, metadata)
         reasons = list(request.images.reasons)
         rows, queries = requests(request, self.template, reasons, self._fields)

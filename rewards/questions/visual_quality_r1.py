@@ -113,7 +113,6 @@ class VisualQuality(EngineJudge):
         self.options = {"mode": mode, "variance_floor": FLOOR, **options}
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Rate B images; prompts and metadata are ignored."""
         request = read_request(self.name, images, prompts, metadata)
         size = len(request)
         reasons, texts = list(request.images.reasons), [""] * size

@@ -86,7 +86,6 @@ class VqaScore(_NextWordJudge):
         self.options = {"answer": list(words)}
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Score B images for their prompts; metadata is ignored."""
         request = read_request(self.name, images, prompts, metadata)
         reasons = list(request.images.reasons)
         rows, queries = requests(request, self.template, reasons)

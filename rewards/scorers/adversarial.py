@@ -128,7 +128,6 @@ class Adversarial:
 
     @torch.no_grad()
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Score each image; prompts and metadata are ignored."""
         if not len(self.head):
             raise RewardError(
                 f"{self.name} learns from the samples of a run and scores nothing before. Name it in rewards.terms of "

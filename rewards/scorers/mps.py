@@ -137,7 +137,6 @@ class Mps:
 
     @torch.no_grad()
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
-        """Score each (image, prompt); metadata is ignored."""
         request = read_request(self.name, images, prompts, metadata)
         reasons = list(request.images.reasons)
         notes = self.towers.read_prompts(request.prompts, reasons)
