@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import io
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from time import sleep
 from typing import Any
+from unittest.mock import patch
 
 import pyarrow
 import pyarrow.parquet
@@ -15,7 +18,7 @@ from PIL import Image
 
 from visalign.data.sets.checks import check_preferences, check_quality, summed_votes, without_duplicates
 from visalign.data.sets.columns import Columns
-from visalign.data.sets.image_references import parquet_reference, resolve_image
+from visalign.data.sets.image_references import image_bytes, parquet_reference, resolve_image
 from visalign.data.sets.records import PreferencePair, PreferenceSet, mix_sides
 from visalign.data.sets.sources import load_preferences, load_quality, load_source, shapes_pairs, write_rows
 from visalign.data.sets.tables import require_columns
@@ -249,9 +252,14 @@ def test_quality_sets(tmp_path: Path) -> None:
         load_quality(write(tmp_path / "q.jsonl", [{"image": "a", "mos": "good"}]))
 
 
-def test_references_into_parquet_files_that_lead_nowhere_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "x.parquet"
+def test_references_into_parquet_files(tmp_path: Path) -> None:
+    """Threads read a row group once, however many need it; what leads nowhere is refused."""
+    path, file = tmp_path / "x.parquet", pyarrow.parquet.ParquetFile
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"jpg": b"x"}] * 5), path)
+    with patch.object(file, "read_row_group", autospec=True) as reading, ThreadPoolExecutor(5) as pool:
+        reading.side_effect = lambda *_, **__: (sleep(0.1), pyarrow.table({"jpg": [b"x"] * 5}))[1]
+        assert [*pool.map(image_bytes, [parquet_reference(path, "jpg", row) for row in range(5)])] == [b"x"] * 5
+    assert reading.call_count == 1
     for broken in (parquet_reference(path, "jpg", 9), parquet_reference(path, "png", 1), "parquet://x"):
         with pytest.raises(UserError, match=r"leads to no image"):
             resolve_image(broken)

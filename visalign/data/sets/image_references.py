@@ -11,6 +11,7 @@ from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from tarfile import TarError
+from threading import Lock
 from typing import Any
 
 from PIL import Image
@@ -21,6 +22,7 @@ PARQUET = "parquet://"
 SHAPES = "shapes://"
 TAR = "tar://"
 TEXT = "text://"  # Begins the reference of a completion, which follows it as it is
+_READING = Lock()  # Else threads that need one row group would each read it
 
 
 class CompletionText(str):
@@ -120,7 +122,9 @@ def _parquet_bytes(path: str, column: str, row: str = "") -> bytes:
     number = int(row)
     _, starts = _open_parquet(path)
     group = bisect_right(starts, number) - 1
-    value = _row_group(path, column, group)[number - starts[group]].as_py()
+    with _READING:
+        cells = _row_group(path, column, group)
+    value = cells[number - starts[group]].as_py()
     value = value[0] if isinstance(value, list) and len(value) == 1 else value
     content = value.get("bytes") if isinstance(value, dict) else value
     if not isinstance(content, bytes):
