@@ -312,11 +312,8 @@ def pair_batch(inputs: Any, examples: Sequence[Example], *, heldout: bool) -> Re
 
     Held-out pairs whose label is a share count as one vote, so that calibration is measured against it.
     """
-    count, votes = len(examples), None
-    if heldout or any(example.votes is not None for example in examples):
-        unknown = (math.nan,) * 3
-        counts = [e.votes or ((e.label, 1 - e.label, 0) if heldout else unknown) for e in examples]
-        votes = torch.tensor(counts, dtype=torch.float32)
+    count, unknown = len(examples), (math.nan,) * 3
+    votes = [e.votes or ((e.label, 1 - e.label, 0) if heldout else unknown) for e in examples]
     label = [example.truth if heldout else example.label for example in examples]
     return RewardBatch(
         inputs=inputs,
@@ -324,7 +321,7 @@ def pair_batch(inputs: Any, examples: Sequence[Example], *, heldout: bool) -> Re
         left=torch.arange(count),
         right=torch.arange(count, 2 * count),
         label=torch.tensor(label, dtype=torch.float32),
-        votes=votes,
+        votes=torch.tensor(votes, dtype=torch.float32),
         clear=torch.tensor([example.clear for example in examples]),
         weight=torch.tensor([example.weight for example in examples]),
     )

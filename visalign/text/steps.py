@@ -90,14 +90,10 @@ def _token_spans(rollout: TextRollout, row: int, tokenizer: Any, reading: StepRe
         return decode(tokenizer, ids[: count - (count == length and ended)])
 
     def completed(count: int) -> int:
-        """Characters that the first tokens complete; one spread over two tokens counts at the last."""
+        """Characters of `policy_text` that the first tokens complete; one spread over two counts at the last."""
         decoded = read(count)
         pairs = zip(decoded, text, strict=False)
-        return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(decoded), len(text)))
-
-    def written(count: int) -> int:
-        """Characters of `policy_text` among the completed ones."""
-        end = completed(count)
+        end = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(decoded), len(text)))
         return end - sum(min(stop, end) - begin for begin, stop in answers if begin < end)
 
     # with a tool the text may end in an answer, behind the last drawn token
@@ -112,7 +108,7 @@ def _token_spans(rollout: TextRollout, row: int, tokenizer: Any, reading: StepRe
         low, high = begin, length
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if written(middle) >= start else (middle + 1, high)
+            low, high = (low, middle) if completed(middle) >= start else (middle + 1, high)
         spans.append((begin, low))
         begin = low
     return [*spans, (begin, length)] if pieces else []

@@ -15,7 +15,6 @@ from visalign.training.text.sampling_grid import Completions, GridPoint, grid_po
 from visalign.training.text.selection import (
     accepted_completions,
     best_of_group,
-    normalised_text,
     statistics,
     worth_learning,
 )
@@ -68,11 +67,10 @@ def test_accepted_completions_reach_the_threshold_and_no_group_has_more_than_its
 
 def test_different_completions_go_before_repeats():
     text = ["1 + 1 = 2", "1 + 1  = 2", "two", "1 + 1 =\n2", "2"]
-    assert normalised_text(text[0]) == normalised_text(text[1]) == normalised_text(text[3]) != normalised_text(text[4])
     options: dict[str, Any] = {"threshold": 1.0, "valid": ALL[:5]}
     for seed in range(20):
         three = accepted_completions(torch.ones(5), [0] * 5, text, per_group=3, seed=seed, **options)
-        assert {normalised_text(text[i]) for i in three} == {"1 + 1 = 2", "two", "2"}
+        assert {" ".join(text[i].split()) for i in three} == {"1 + 1 = 2", "two", "2"}
         four = accepted_completions(torch.ones(5), [0] * 5, text, per_group=4, seed=seed, **options)
         assert len(four) == 4 and {2, 4} < set(four)  # the repeat fills up
 

@@ -150,11 +150,8 @@ class CausalLMPolicy:
         """Dtype of the network's products."""
         return self._network.autocast or self.model.dtype
 
-    def encode(self, prompts: Sequence[Prompt]) -> EncodedPrompts:
-        """Tokens of P prompts, and the images that their conversations hold."""
-        return self._encode(prompts, None)
-
-    def _encode(self, prompts: Sequence[Prompt], images: Sequence[Sequence[Any]] | None) -> EncodedPrompts:
+    def encode(self, prompts: Sequence[Prompt], images: Sequence[Sequence[Any]] | None = None) -> EncodedPrompts:
+        """Encode P prompts, with the images that their conversations hold or `images`, see `generate`."""
         if self._image_prompts is not None:
             return self._image_prompts.encode(prompts, images)
         if images is not None or any(image_parts(prompt) for prompt in prompts):
@@ -191,7 +188,7 @@ class CausalLMPolicy:
         """
         sampling, stopping = sampling or Sampling(), stopping or StoppingCriteria()
         options: dict[str, Any] = {"num_generations": num_generations, "group": group, "after": after}
-        encoded, context = self._encode(prompts, images), self.context_length
+        encoded, context = self.encode(prompts, images), self.context_length
         batch = PromptBatch.build(self, prompts, encoded, seeds=seeds, context=context, **options)
         ends = end_tokens(self.model, self.prompts, stopping)
         pad, rooms = pad_id(self.tokenizer, ends), batch.rooms(stopping.max_new_tokens)

@@ -59,8 +59,6 @@ class RewardModeling(Algorithm):
         self.objective, self.accelerator = objective, accelerator
         self._compute_dtype, self._penalty = compute_dtype, penalty
         self.forward: Callable[[Any], Outputs] = judge
-        if sharding and penalty() is not None:
-            raise UserError("sharding does not work with a penalty of the weights. Leave one of the two out.")
         if sharding:
             self.forward = ModuleOfFunction(self._network(), judge)
             shard(self.forward, accelerator, undivided)

@@ -79,21 +79,12 @@ def accepted_completions(
     return sorted(chosen)
 
 
-def normalised_text(text: str) -> str:
-    """Remove differences in blanks.
-
-    >>> normalised_text(" 1 + 1\\n= 2 ") == normalised_text("1 + 1 = 2")
-    True
-    """
-    return " ".join(text.split())
-
-
 def _distinct_first(index: Sequence[int], text: Sequence[str]) -> list[int]:
     """Sort by repeats: the first of each text, then the second of each, and so on."""
     repeats: dict[str, int] = {}
     turn = {}
     for i in index:
-        key = normalised_text(text[i])
+        key = " ".join(text[i].split())
         turn[i] = repeats[key] = repeats.get(key, -1) + 1
     return sorted(index, key=lambda i: turn[i])
 
@@ -154,5 +145,6 @@ def statistics(completions: Completions, selectable: Tensor, *, threshold: float
 
 
 def _distinct_texts(completions: Completions, groups: Sequence[Sequence[int]], selected: Tensor) -> float:
-    counts = [len({normalised_text(completions.text[i]) for i in group if selected[i]}) for group in groups]
+    texts = [" ".join(text.split()) for text in completions.text]
+    counts = [len({texts[i] for i in group if selected[i]}) for group in groups]
     return sum(counts) / len(counts)

@@ -17,7 +17,6 @@ from accelerate import Accelerator
 from torch import nn
 
 from visalign.core import aggregate, count_step
-from visalign.errors import UserError
 from visalign.text import TextPolicy, TextRollout
 from visalign.training.loop.algorithm import Collected, Context
 from visalign.training.loop.processes import get_accelerator, synced_last
@@ -70,11 +69,6 @@ def backward_nll(
 ) -> float:
     """Add the gradient of L = −Σ w log π / Σ w over a batch of demonstrations, w their loss mask [B, T]; return L."""
     live = (batch.loss_mask != 0).any(1).nonzero()[:, 0]
-    if not len(live):
-        raise UserError(
-            f"A batch of {len(batch)} demonstrations is masked everywhere: there is no token to learn. "
-            "Give completions with at least one token whose loss mask is 1."
-        )
     counts = count_step(batch.loss_mask)
     longest_first = live[torch.argsort((batch.loss_mask[live] != 0).sum(1), stable=True, descending=True)]
     world, total = accelerator.num_processes, torch.zeros((), dtype=torch.float64, device=accelerator.device)
