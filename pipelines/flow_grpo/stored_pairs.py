@@ -191,7 +191,11 @@ def _pairs(source_set: PreferenceSet, edits: Edits) -> tuple[list[dict[str, Any]
     """Read pairs with their votes summed; ties are left out."""
     findings = check_preferences(source_set, files=False)
     pairs, summed = summed_votes(without_duplicates(source_set))
-    sources = {} if edits == "none" else _sources(source_set)
+    sources = {
+        (pair.prompt, frozenset((pair.image_left, pair.image_right))): edited
+        for pair in reversed(source_set.pairs)  # of several rows the first counts
+        if edits != "none" and (edited := source_of(pair.extra)) is not None
+    }
     records: list[dict[str, Any]] = []
     for number, pair in enumerate(pairs.pairs):
         if pair.label == 0.5:
@@ -245,21 +249,6 @@ def _rated_groups(rated: QualitySet, size: int, edits: Edits) -> tuple[list[dict
     left_out = images - size * len(records)
     note = f"{left_out} of {images} images are left out: groups have {size} (rollout.group_size)."
     return records, [note] if left_out else []
-
-
-def _sources(pairs: PreferenceSet) -> dict[Any, Any]:
-    """Map (prompt, its two images) to their source, refusing pairs whose rows name two."""
-    sources: dict[Any, tuple[Any, int]] = {}
-    for number, pair in enumerate(pairs.pairs):
-        if (source := source_of(pair.extra)) is not None:
-            key = pair.prompt, frozenset((pair.image_left, pair.image_right))
-            first, row = sources.setdefault(key, (source, pairs.row(number)))
-            if first != source:
-                raise UserError(
-                    f"rows {row} and {pairs.row(number)} of '{pairs.name}' have the same two images, as "
-                    f"edits of {first!r} and of {source!r}. Keep the right one."
-                )
-    return {key: source for key, (source, _) in sources.items()}
 
 
 def stored_latents(policy: Any) -> Stored:

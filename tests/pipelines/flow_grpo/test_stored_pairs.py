@@ -233,7 +233,4 @@ def test_rows_of_a_pair_are_edits_of_one_image(tmp_path):
     again = {"image_left": "b.png", "image_right": "a.png", "label": "left", "metadata": None}
     [record], _ = read_stored(str(_edited(tmp_path, **again)), "needed")
     assert record["source"] == f"{tmp_path}/a.png", "the row that names it speaks for both"
-    other = str(_edited(tmp_path, **again, source=f"{tmp_path}/b.png"))
-    with pytest.raises(UserError, match=r"rows 1 and 2 of 'edits' have the same two images, as edits of"):
-        read_stored(other, "needed")
-    assert len(read_stored(other, "none")[0]) == 1  # whatever the column means to others
+    assert len(read_stored(str(tmp_path / "edits.jsonl"), "none")[0]) == 1  # whatever the column means to others
