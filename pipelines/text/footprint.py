@@ -94,9 +94,8 @@ def _process_memory(process: ProcessConfig, dtype: str) -> float:
 
     networks = list[Any]()
     for path in filter(None, (process.reference, process.model)):
-        is_whole = (
-            Path(resolve_model(path)) / "config.json"
-        ).is_file()  # a folder of adapters has the reference's size
+        # a folder of adapters has the reference's size
+        is_whole = (Path(resolve_model(path)) / "config.json").is_file()
         loaded: Any = from_pretrained(AutoConfig, str(resolve_model(path if is_whole else process.reference or path)))
         with torch.device("meta"):
             networks.append(AutoModel.from_config(loaded, dtype=getattr(torch, dtype), trust_remote_code=False))

@@ -297,7 +297,6 @@ def build_text_policy(model: TextModelConfig, device: Any, seed: int, *, referen
 
 
 def lora_settings(model: TextModelConfig, seed: int) -> Any:
-    """Return the configured adapters, or None."""
     from visalign.adapters.causal_lm.lora import ALL_LINEAR, settings_of, text_lora
 
     if (lora := model.lora) is None:
@@ -309,7 +308,6 @@ def lora_settings(model: TextModelConfig, seed: int) -> Any:
 
 
 def prompt_encoder(model: TextModelConfig, tokenizer: Any) -> Any:
-    """Build the encoder of prompts."""
     from visalign.text.chat import PromptEncoder
 
     as_chat = model.chat == "chat" or (model.chat == "auto" and bool(tokenizer.chat_template))

@@ -53,8 +53,6 @@ class Example:
 
 @dataclass(frozen=True, kw_only=True)
 class Examples:
-    """A numbered set."""
-
     count: int
     example: Callable[[int], Example]  # Number -> example
     prompts: frozenset[str]

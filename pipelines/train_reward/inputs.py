@@ -51,8 +51,6 @@ _HELDOUT_SEED = 1_000_003  # Added to the seed of generated held-out examples
 
 @dataclass(frozen=True, kw_only=True)
 class RewardInputs:
-    """Examples of a job."""
-
     train: Examples
     heldout: Examples | None
     notes: tuple[str, ...]  # Oddities of the sets that do not stop the run

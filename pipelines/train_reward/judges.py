@@ -229,7 +229,6 @@ def freeze(model: nn.Module, beginnings: Sequence[str]) -> None:
 
 
 def trainable(network: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """List names and parameters that are trained."""
     return [(name, parameter) for name, parameter in network.named_parameters() if parameter.requires_grad]
 
 

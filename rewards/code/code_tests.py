@@ -31,8 +31,6 @@ class UnreadableTests(ValueError):
 
 
 class Outcome(NamedTuple):
-    """Outcome of one test of one completion."""
-
     passed: bool
     remark: str = ""
 

@@ -47,8 +47,6 @@ class SandboxLimits:
 
 
 class Run(NamedTuple):
-    """Outcome of one program."""
-
     stdout: str
     stderr: str
     exit_code: int | None

@@ -68,8 +68,7 @@ class LengthReward:
         sizes = {key: value for key, value in options.items() if key in names - {"target_field"}}
         are_sizes = all(_is_length(size) and size for size in sizes.values())
         self.name, self._rule, self._target, self._scale = name, rule, target, scale or 1.0
-        self._max_length = 1 if max_length is None else max_length
-        self._cache = 1 if cache is None else cache
+        self._max_length, self._cache = max_length or 1, cache or 1
         self._length_field, self._target_field = length_field, target_field
         self._count = _counter(name, count)
         rules = {

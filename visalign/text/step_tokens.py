@@ -28,8 +28,6 @@ from .steps import StepReading
 
 @dataclass(frozen=True, kw_only=True)
 class StepTokens:
-    """Tokens of one prompt and its steps."""
-
     ids: list[int]
     ends: list[int]  # Position in `ids` of the token at which each step is judged
 

@@ -60,7 +60,6 @@ class StepReading:
         return spans
 
     def split(self, text: str) -> list[str]:
-        """Split a text into its steps."""
         return [text[start:end] for start, end in self.spans(text)]
 
 

@@ -109,53 +109,34 @@ def test_prompts_that_are_too_long_are_left_out_and_blamed_on_nobody(tmp_path):
 
 
 def test_remax_compares_with_the_greedy_completion_to_the_same_record(tmp_path):
-    """Two records share a prompt and want different letters: each sample meets its own record's judge."""
-    calls = []
+    """Two records share a prompt and want different letters: each sample meets its own record's judge.
+
+    An environment writes into the prompts, and its tool fails in the greedy completion to the first record.
+    """
+    calls, asked = list[list[str]](), list[Any]()
 
     class PerRecord(Letters):
         def score(self, completions, prompts, metadata=None):
-            letters = [record["letter"] if record else "" for record in metadata or ()]
-            calls.append(letters)
-            value = [float(w in text) for w, text in zip(letters, completions, strict=True)]
-            return Scores(value=torch.tensor(value), valid=torch.ones(len(value)).bool(), unit="share")
-
-    trainer = toy_text_trainer(tmp_path, "remax", reward=PerRecord(), rollout={"prompts_per_iteration": 2})
-    trainer.algorithm.parts = replace(
-        trainer.algorithm.parts, records=[{"prompt": "g", "letter": x} for x in ("a", "b", "a", "b", "a", "b")]
-    )
-    trainer.iterate()
-    sampled, greedy = calls
-    assert sorted(greedy) == sorted(sampled[::6]) == ["a", "b"]
-
-
-def test_other_completions_start_from_the_records_prompt_and_count_where_they_were_generated(tmp_path):
-    """An environment writes into the prompts of a rollout; its tool fails in the greedy completion to the first."""
-    asked: list[Any] = []
-    shown: list[str] = []
-
-    class Shown(Letters):
-        def score(self, completions: Any, prompts: Any, metadata: Any = None) -> Scores:
-            shown.extend(prompts)
-            return super().score(completions, prompts, metadata)
-
-    trainer = toy_text_trainer(tmp_path, "remax", reward=Shown(), rollout={"prompts_per_iteration": 2})
-    parts = trainer.algorithm.parts
+            assert set(prompts) == {"g room"}
+            calls.append([record["letter"] for record in metadata or ()])
+            value = torch.tensor([float(w in text) for w, text in zip(calls[-1], completions, strict=True)])
+            return Scores(value=value, valid=value >= 0, unit="share")
 
     class Environment:
         def generate(self, prompts: Any, **options: Any) -> Any:
             asked.append(list(prompts))
-            rollout = parts.policy.generate(prompts, **options)
+            rollout = trainer.algorithm.policy.generate(prompts, **options)
             rollout = replace(rollout, prompt=[f"{prompt} room" for prompt in rollout.prompt])
             if not options["sampling"].greedy:
                 return rollout
-            traces = [ToolTrace(failed="it hung"), ToolTrace()]
-            return replace(rollout, stop_reason=["tool failed", "eos"], tools=traces)
+            return replace(rollout, stop_reason=["tool failed", "eos"], tools=[ToolTrace(failed="why"), ToolTrace()])
 
-    trainer.algorithm.parts = replace(parts, generator=Environment())
-    assert 0 < trainer.iterate()["trained_share"] <= 0.5
-    sampled, greedy = asked
-    assert sorted(greedy) == sorted(set(sampled))
-    assert len(shown) == 13 and all(prompt.endswith(" room") for prompt in shown)
+    trainer = toy_text_trainer(tmp_path, "remax", reward=PerRecord(), rollout={"prompts_per_iteration": 2})
+    records = [{"prompt": "g", "letter": x} for x in ("a", "b", "a", "b", "a", "b")]
+    trainer.algorithm.parts = replace(trainer.algorithm.parts, generator=Environment(), records=records)
+    assert trainer.iterate()["trained_share"] <= 0.5
+    sampled, greedy = calls
+    assert asked == [["g", "g"]] * 2 and sorted(sampled[::6]) == ["a", "b"] and greedy == sampled[6:7]
 
 
 def test_pars_references_are_what_the_start_policy_makes_of_the_prompt(tmp_path):

@@ -137,7 +137,6 @@ class CausalLMPolicy:
 
     @property
     def device(self) -> torch.device:
-        """Device of the model."""
         return self.model.device
 
     @property

@@ -23,8 +23,6 @@ class EncodedPrompt:
 
 @dataclass(frozen=True)
 class EncodedPrompts:
-    """P encoded prompts."""
-
     ids: Sequence[Sequence[int]]  # P lists of tokens
     encoded_images: Sequence[Sequence[PatchedImage]] | None = None  # P lists; None where no prompt has any
     images: Sequence[Sequence[Any]] | None = None  # The images as they were given

@@ -52,7 +52,6 @@ class ValueHead(nn.Module):
         umask_permissions(folder / FILE)
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote."""
         state = read_tensors(Path(folder) / FILE)
         if (saved := state["linear.weight"].shape) != (expected := self.linear.weight.shape):
             raise UserError(

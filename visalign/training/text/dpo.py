@@ -247,12 +247,10 @@ class DPO(TextAlgorithm):
         return {**_with_margins(means), "length_mean": length}
 
     def finish(self, run: Context) -> None:
-        """Save the labels for a checkpoint."""
         if self.labels is not None:
             run.tensors[KEY] = {KEY: self.labels}
 
     def restore(self, run: Context) -> None:
-        """Continue with the labels of a checkpoint."""
         if self.labels is not None:
             self.labels = run.tensors[KEY][KEY].clone()
 

@@ -56,7 +56,6 @@ class Completions:
         return torch.isfinite(self.reward)
 
     def rows(self, index: Sequence[int]) -> Completions:
-        """Select completions."""
         columns: dict[str, Any] = {}
         for field in fields(self):
             column = getattr(self, field.name)

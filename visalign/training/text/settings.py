@@ -39,7 +39,6 @@ class ToolSettings(ToolFormat):
         self.build()
 
     def build(self) -> ToolUse:
-        """Load the tool."""
         tool: Any = calculator if self.use == "calculator" else import_by_path(self.use, what="tool")
         if not callable(tool):
             raise UserError(f"rollout.tool.use is {self.use!r}, which names no function.")
@@ -74,7 +73,6 @@ class EnvironmentSettings:
         self.build()
 
     def build(self) -> EnvironmentUse:
-        """Load the environment and the tools."""
         factory: Any = None if self.use is None else import_by_path(self.use, what="environment")
         tools: list[Any] = [import_by_path(path, what="tool") for path in self.tools]
         for path, loaded in zip([self.use or "", *self.tools], [factory, *tools], strict=True):
