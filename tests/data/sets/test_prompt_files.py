@@ -23,10 +23,8 @@ def _write(tmp_path, name, text):
 
 
 def test_text_and_json_lines(tmp_path):
-    assert load_prompts(_write(tmp_path, "a.txt", " a red circle \na cross")) == [
-        {"prompt": "a red circle"},
-        {"prompt": "a cross"},
-    ]
+    records = load_prompts(_write(tmp_path, "a.txt", " a red circle \na cross"))
+    assert records == [{"prompt": "a red circle"}, {"prompt": "a cross"}]
     records = load_prompts(_write(tmp_path, "a.jsonl", '{"prompt": "a cross ", "tag": "colors"}\n'))
     assert records == [{"prompt": "a cross", "tag": "colors"}]
 
@@ -44,10 +42,7 @@ def test_blank_lines_and_duplicates_are_skipped_with_a_warning(tmp_path):
     path = _write(tmp_path, "a.txt", "a\n\n  \nb\na\n")
     with pytest.warns(UserWarning, match=r"skipped 2 blank lines and 1 repeated prompts"):
         assert [r["prompt"] for r in load_prompts(path)] == ["a", "b"]
-
-
-def test_a_prompt_that_repeats_with_missing_values_is_one(tmp_path):
-    rows = [{"prompt": "a", "level": math.nan}, {"prompt": "a", "level": math.nan}]
+    rows = [{"prompt": "a", "level": math.nan}] * 2
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     with pytest.warns(UserWarning, match=r"1 repeated prompts"):
         assert [record["prompt"] for record in load_prompts(tmp_path / "a.parquet")] == ["a"]
@@ -71,7 +66,9 @@ def test_refused_files(tmp_path, name, text, message):
         load_prompts(_write(tmp_path, name, text))
 
 
-def test_missing_file_names_the_embedded_sets():
+def test_what_holds_no_prompts_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"holds 0 images and no captions: cat.png has its caption in cat.txt"):
+        load_prompts(tmp_path)
     with pytest.raises(UserError, match=r"no prompt set 'shapes:test'.*shapes:train, shapes:heldout"):
         load_prompts("shapes:test")
     with pytest.raises(UserError, match=r"no prompt set 'a\.csv': give an existing file"):

@@ -43,6 +43,8 @@ def test_a_pair_is_a_function_of_its_number():
     again = ShapesPreferences(0).pair(5)
     assert again == PAIRS[5] and again != ShapesPreferences(1).pair(5)
     assert again != ShapesPreferences(0, split="heldout").pair(5)
+    with pytest.raises(UserError, match=r"no split 'test'; allowed: train, heldout"):
+        ShapesPreferences(0, split="test")
 
 
 def test_kinds_differ_in_what_they_say():
@@ -92,8 +94,3 @@ def test_neighbours_differ_in_one_word():
             assert record["prompt"] != " ".join(second)
     lonely = Neighbours([parse_prompt("a circle"), parse_prompt("two red squares")])
     assert lonely.near(parse_prompt("a big cross"), rng)["prompt"] in ("a circle", "two red squares")
-
-
-def test_an_unknown_split_is_refused():
-    with pytest.raises(UserError, match=r"no split 'test'; allowed: train, heldout"):
-        ShapesPreferences(0, split="test")

@@ -48,18 +48,15 @@ def test_a_combination_is_the_same_in_every_wording() -> None:
     right = prompts.parse_prompt("a blue square right of a red circle")
     other = prompts.parse_prompt("a red circle right of a blue square")
     assert prompts.combination(left) == prompts.combination(right) != prompts.combination(other)
-    assert prompts.combination(prompts.parse_prompt("a cross and a circle")) == prompts.combination(
-        prompts.parse_prompt("a circle and a cross")
-    )
+    one, two = (prompts.parse_prompt(text) for text in ("a cross and a circle", "a circle and a cross"))
+    assert prompts.combination(one) == prompts.combination(two)
 
 
 def test_parsing_a_prompt_gives_its_record_back() -> None:
     for record in prompts.all_prompts():
         assert prompts.parse_prompt(record["prompt"]) == record
-    assert prompts.parse_prompt("A red circle to the left of a blue square.")["include"][1]["position"] == [
-        "left of",
-        0,
-    ]
+    worded = prompts.parse_prompt("A red circle to the left of a blue square.")
+    assert worded["include"][1]["position"] == ["left of", 0]
 
 
 @pytest.mark.parametrize("prompt", ["", "a cat", "a red", "two red circle", "five circles", "a circle a square"])

@@ -58,13 +58,8 @@ def test_an_image_depends_on_its_prompt_and_seed_alone(folder, tmp_path):
     (tmp_path / "p.txt").write_text("a red circle\ntwo blue squares\n")
     result = run(tmp_path / "p.txt", "-m", folder, "--steps", 2, "--seeds", "0-2", "-o", tmp_path / "all")
     assert result.exit_code == 0 and "6 images in" in result.output
-    second, third = rows(tmp_path / "all")[2:4]
-    assert (second["prompt"], second["seed"], third["prompt"], third["seed"]) == (
-        "a red circle",
-        2,
-        "two blue squares",
-        0,
-    )
+    sides = [(row["prompt"], row["seed"]) for row in rows(tmp_path / "all")[2:4]]
+    assert sides == [("a red circle", 2), ("two blue squares", 0)]
     assert pixels(tmp_path / "all" / "grid.png").shape == (128, 192, 3)
     assert "index.html and grid.png to look at" in " ".join(result.output.split())
     more = ("--seeds", "2", "--batch-size", 1, "-r", "sharpness")
