@@ -45,7 +45,7 @@ def open_prompts(config: FlowGRPOConfig, records: Records, device: str) -> Promp
     if (folder := config.data.cache) is None:
         return None
     context = _context(config.model, ("text_encoder", "tokenizer"), device)
-    context |= {} if config.evaluation.guidance is None else {"guided_evaluation": True}
+    context |= {} if added_guidance(config) is None else {"guided_evaluation": True}
     loras = parse_loras(config.model.lora_path)
     # layers of text encoders are fused into them, change the embeddings, and are saved with the result
     if fused := [(path, weight) for path, weight in loras if has_encoder_layers(path)]:
@@ -54,10 +54,17 @@ def open_prompts(config: FlowGRPOConfig, records: Records, device: str) -> Promp
     return PromptCache(Path(folder) / "prompts", context, prompts, frees=frees)
 
 
+def added_guidance(config: FlowGRPOConfig) -> float | None:
+    """Return the largest scale besides the model's own, of evaluations or the reference; None without one."""
+    row = config.objective.regression
+    scales = config.evaluation.guidance, None if row is None else row.reference_guidance
+    return max((scale for scale in scales if scale is not None), default=None)
+
+
 def fill_prompts(policy: Any, cache: PromptCache, accelerator: Any, guidance: float | None = None) -> str:
     """Encode the prompts that the cache lacks, each process its share, and free the encoders; return a note.
 
-    Under the `guidance` of evaluations the negative prompt is encoded, too.
+    Under `added_guidance` the negative prompt is encoded, too.
     """
     if guidance is not None and isinstance(policy, PipelinePolicy):
         with guidance_scale(policy, guidance):

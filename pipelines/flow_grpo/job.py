@@ -26,7 +26,7 @@ from visalign.training.loop.progress import POLICY_COLUMNS, SUPERVISED_COLUMNS
 
 from .batches import find_batches, note_batches
 from .config import FlowGRPOConfig, PrefGRPOConfig, SFTImagesConfig
-from .encoded_cache import cached_latents, fill_prompts, open_prompts
+from .encoded_cache import added_guidance, cached_latents, fill_prompts, open_prompts
 from .inputs import Inputs, prepare
 from .parts import build_drift, build_evaluator, build_policy, load_teacher, write_images
 from .plan import estimate, plan
@@ -42,7 +42,7 @@ def _build(config: FlowGRPOConfig, output: Path) -> PolicyRun:
     policy = build_policy(config.with_batches().model, accelerator.device, config.seed, prompt_cache)
     notes = inputs.notes
     if prompt_cache is not None:
-        notes = (*notes, fill_prompts(policy, prompt_cache, accelerator, config.evaluation.guidance))
+        notes = (*notes, fill_prompts(policy, prompt_cache, accelerator, added_guidance(config)))
     stored = read_object(output / BATCHES) if (output / BATCHES).is_file() else {}
     batches = find_batches(config, policy, inputs, accelerator, stored)
     measured = bool(stored) or accelerator.device.type == "cuda"

@@ -44,7 +44,8 @@ def plan(config: FlowGRPOConfig, *, measure: bool = True) -> dict[str, Any]:
         batch = groups["batch"]
         counts = batch["images_per_iteration"] / batch["processes"], batch.get("rounds_per_iteration_at_most", 1)
         drawn = batch.get("reference_images", 0) / batch["iterations"] / batch["processes"]
-        groups["time"] = _timed_run(config, inputs.records, *counts, drawn, groups["evaluation"]["images"])
+        evaluated = groups["evaluation"]["images"] / batch["processes"]
+        groups["time"] = _timed_run(config, inputs.records, *counts, drawn, evaluated)
     return groups
 
 
@@ -199,7 +200,7 @@ def _halves(model: ModelConfig, guidance: float | None) -> int:
 
 
 def _timed_run(
-    config: FlowGRPOConfig, records: Records, images: float, rounds: int, references: float, evaluated: int
+    config: FlowGRPOConfig, records: Records, images: float, rounds: int, references: float, evaluated: float
 ) -> dict[str, Any]:
     """Time passes, and extrapolate to `rounds` of `images`, of which one is trained on, and to drawn `references`."""
     if config.run.threads is not None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,14 @@ def test_a_run_from_the_cache_equals_one_without(tmp_path, capsys, monkeypatch):
     )
     assert files == sorted((tmp_path / "cache").rglob("*.pt"))
     assert stamps == [file.stat().st_mtime_ns for file in files]
+
+
+def test_a_guided_reference_has_its_negative_prompt(tmp_path):
+    changes = "objective.changes={kl: 0.1, reference_guidance: 3}"
+    plain = _config(_model("sd15", tmp_path / "model"), _images(tmp_path / "set"), changes)
+    run(plain, tmp_path / "plain")
+    run(replace(plain, data=replace(plain.data, cache=f"{tmp_path}/cache")), tmp_path / "cached")
+    assert _losses(tmp_path / "plain") == _losses(tmp_path / "cached")
 
 
 @pytest.mark.parametrize("kind", ["sd3", "sdxl"])
