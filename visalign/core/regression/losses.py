@@ -29,6 +29,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, softplus
 from visalign.core.checks import check_choice, check_same
 from visalign.core.precision import float32
 from visalign.core.surrogates.forms import drpo
+from visalign.core.surrogates.ratios import expand_over_event
 
 Weighting = Literal[
     "uniform", "t", "x0", "epsilon", "v", "huber", "ghuber", "adaptive", "min_snr", "cosmap", "sigma_sqrt"
@@ -38,7 +39,7 @@ Mode = Literal["all", "positive_only", "negative_only", "one_only", "binary"]
 
 def matching_loss(v: Tensor, anchor: Tensor, guidance: Tensor, gamma: Tensor, weight: Tensor) -> Tensor:
     """Common form ℓ = w mean |v − sg(v_anchor + γ guidance)|², γ and w [N]; arXiv 2604.17415."""
-    target = (anchor + _over(gamma, v) * guidance).detach()
+    target = (anchor + expand_over_event(gamma, v) * guidance).detach()
     return weight * _mean((float32(v) - target).square())
 
 
@@ -59,7 +60,7 @@ def covariance_guidance(x0: Tensor, advantage: Tensor) -> Tensor:
     With two samples and A = ±1 it is half their difference: a finite difference of the reward. Reward Score
     Matching, arXiv 2604.17415, class of group estimates; FDFO, arXiv 2603.12893 (pairs).
     """
-    return -(_over(advantage, x0) * (float32(x0) - float32(x0).mean(0))).mean(0).detach()
+    return -(expand_over_event(advantage, x0) * (float32(x0) - float32(x0).mean(0))).mean(0).detach()
 
 
 def pair_guidance(x0: Tensor, advantage: Tensor) -> Tensor:
@@ -128,8 +129,8 @@ def nft_loss(
     images; A beyond ±A_max = `bound` counts as ±A_max. Zheng et al., arXiv 2509.16117, eq. 5 and its code.
     """
     r = reward_probability(advantage, bound=bound, mode=mode)
-    e = (_over(sigma, v) * (target - v_old)).detach()  # x̂_old − x0 = σ (u − v_old)
-    d = _over(sigma, v) * (float32(v) - v_old.detach())
+    e = (expand_over_event(sigma, v) * (target - v_old)).detach()  # x̂_old − x0 = σ (u − v_old)
+    d = expand_over_event(sigma, v) * (float32(v) - v_old.detach())
     plus, minus = e - beta * d, e + beta * d
     if weighted:
         w_plus, w_minus = (_mean(error.detach().abs()).clamp(min=1e-5) for error in (plus, minus))
@@ -241,11 +242,6 @@ def crd_loss(
             squared = binary_cross_entropy_with_logits(actual, target.sigmoid(), reduction="none")
         losses.append(squared.mean() / beta)
     return bound * torch.stack(losses).mean()
-
-
-def _over(value: Tensor, event: Tensor) -> Tensor:
-    """[N] beside [N, ...]."""
-    return value.reshape(-1, *[1] * (event.ndim - 1))
 
 
 def _mean(value: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from visalign.core.regression.few_step import (
     stopped_samples,
     surrogate_loss,
 )
+from visalign.core.surrogates.ratios import expand_over_event
 from visalign.errors import UserError
 from visalign.flow.noise import initial_noise
 from visalign.flow.rollout import check_finite, first_latents, velocity_of
@@ -303,7 +304,7 @@ class FewStepDistillation(ImageAlgorithm):
         level, condition = self._level(k, x), experience.condition.select(rows)
         if step.role == STUDENT:
             v = self.module(x, level[0], condition, level[1])
-        x0 = x - _over(level[0], v) * v
+        x0 = x - expand_over_event(level[0].to(v), v) * v
         with torch.no_grad():
             shares = [sample_seed(self.seed, "query", n, step.number) / 2**63 for n in keys]
             share = torch.tensor(shares, dtype=torch.float64).clamp(1e-6, 1 - 1e-6)
@@ -330,7 +331,7 @@ class FewStepDistillation(ImageAlgorithm):
         """Predict x̂0 = x_σ − σ v by a role."""
         with guidance_scale(self.policy, guidance):
             v = self._velocity(query, role)
-        return query.noised - _over(query.sigma, v) * v
+        return query.noised - expand_over_event(query.sigma.to(v), v) * v
 
     def _level(self, k: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         return self.sigmas[k].to(x.device), self.times[k.to(self.times.device)].to(x.device)
@@ -350,8 +351,3 @@ class FewStepDistillation(ImageAlgorithm):
         super().restore(run)
         if self.row.surrogate:
             self._slow.load(run.tensors[SLOW])
-
-
-def _over(value: Tensor, event: Tensor) -> Tensor:
-    """[N] beside [N, ...]."""
-    return value.to(event).reshape(-1, *[1] * (event.ndim - 1))
