@@ -65,8 +65,10 @@ def _arithmetic(config: FlowGRPOConfig) -> tuple[dict[str, Any], Inputs]:
     rounds = config.dynamic.max_rounds if config.dynamic.enabled else 1
     references, replay = _reference_images(config, inputs, rounds), config.self_imitation
     pairs = round(images * image_passes(config).trained)
-    pairs_per_update = pairs / optimizer.updates_per_iteration
-    updates = config.objective.epochs * optimizer.updates_per_iteration
+    few_step = config.objective.few_step  # the updates of critic, surrogate and student count by themselves
+    roles = 1 if few_step is None else few_step.critic_updates + len(few_step.roles)
+    pairs_per_update = pairs / optimizer.updates_per_iteration / roles
+    updates = config.objective.epochs * optimizer.updates_per_iteration * roles
     during = len(evenly_spaced(inputs.heldout, evaluation.prompts_on_the_way))
     evaluations = iterations // evaluation.every if evaluation.every else 0
     groups: dict[str, Any] = {

@@ -101,12 +101,14 @@ def test_operations_and_stored_bytes_are_those_of_a_real_velocity(folders, name,
         ("objective.algorithm=ram", "model.guidance=2.0", "rollout.guidance=1.0"),
         ("objective={algorithm: draft, epochs: 2, changes: {last: 2}}", "rewards.terms={clip_score: {}}"),
         (f"rewards.terms={{j: {{name: '{PAIRS}', references: {{count: 3, keep: 1, every: 1}}}}}}",),
+        ("objective={algorithm: dmd2, changes: {critic_updates: 2}}",),
     ],
 )
 def test_planned_forward_equivalents_are_counted_ones(folders, tmp_path, changes):
     config = configured(folders, "sd3", *changes)
-    planned = estimate(config)["forward_equivalents"]
-    summary = run(config, tmp_path / "run")
+    plan = estimate(config)
+    planned, summary = plan["forward_equivalents"], run(config, tmp_path / "run")
+    assert summary["updates"] == plan["batch"]["updates"]
     assert summary["images"] * summary["forward_equivalents_per_image"] == pytest.approx(planned["of_the_run"], 1e-12)
     for row in read_metrics(tmp_path / "run" / "metrics.jsonl"):
         counted = row["forward_equivalents_per_image"] * 4
