@@ -324,7 +324,6 @@ class TextConfig:
 
     @property
     def built_objective(self) -> Objective:
-        """The objective of the run's length of completions."""
         return self.objective.build(length=self.rollout.max_new_tokens)
 
 

@@ -128,7 +128,6 @@ class _Scorer:
         return self.score(self.generate(policy, seeds, self.generation.sampling))
 
     def score(self, rollout: TextRollout) -> _Scored:
-        """Score a rollout of `generate`."""
         texts, prompts, samples = list(rollout.text), list(rollout.prompt), len(rollout.text) // len(self.records)
         records = [record for record in self.records for _ in range(samples)]
         rewards = self.rewards.items()

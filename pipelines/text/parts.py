@@ -255,7 +255,6 @@ def text_demonstrations(key: str, data: PromptsConfig, seed: int, field: str | N
 
 
 def text_sum(config: RewardsConfig, rewards: Mapping[str, Any]) -> Any:
-    """Combine loaded rewards into their weighted sum."""
     for label, term in config.terms.items():
         if term.bound is not None:
             where = f"rewards.terms.{label}.bound is {term.bound}"
@@ -332,7 +331,6 @@ def planned_encoder(config: TextConfig) -> Any:
 
 
 def build_value_model(model: ActorCriticConfig, device: torch.device) -> Any:
-    """Load a separate value network, or return None."""
     from visalign.adapters.causal_lm.value_head import ValueModel
 
     if model.value != "separate":

@@ -161,9 +161,8 @@ def read_steps(config: TextProcessConfig) -> tuple[Numbered, Numbered]:
                     f"Record {number} has the reward {reward}; learns=implicit reads 0, wrong, to 1, right. Scale it."
                 )
     if config.learns == "outcomes":  # steps are of what the policy wrote
-        spans = [(record["completion"], record.get(TOOL_ANSWERS) or ()) for _, record in numbered]
-        texts = [str(policy_text(ToolCompletion(*entry))) for entry in spans]
-        numbered = [(n, {**record, "completion": text}) for (n, record), text in zip(numbered, texts, strict=True)]
+        texts = [policy_text(ToolCompletion(row["completion"], row.get(TOOL_ANSWERS) or ())) for _, row in numbered]
+        numbered = [(n, {**row, "completion": text}) for (n, row), text in zip(numbered, texts, strict=True)]
     trained, heldout = split_records(numbered, config.data.heldout, config.seed, lambda row: row[1]["prompt"])
     if (settings := config.data.convex_da) is not None:
         variants = settings.variants([record["prompt"] for _, record in trained], config.seed)

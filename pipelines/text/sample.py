@@ -328,12 +328,11 @@ def save_point(path: Path, completions: Completions) -> None:
 
 
 def load_point(path: Path) -> Completions:
-    """Read a file of `save_point`."""
     columns = read_object(path)
     reward = [math.nan if value is None else value for value in columns["reward"]]
     columns["reward"] = torch.tensor(reward, dtype=torch.float32)
     columns["truncated"] = torch.tensor(columns["truncated"], dtype=torch.bool)
-    columns.setdefault("shown", [None] * len(reward))  # files of earlier versions
+    columns.setdefault("completed_prompt", [None] * len(reward))  # files of earlier versions
     columns["point"] = [GridPoint(**columns["point"])] * len(reward)
     return Completions(**columns)
 
@@ -347,8 +346,5 @@ def _dataset_record(records: Records, completions: Completions, index: int) -> d
     origin |= {"hinted": True} if point.hinted else {}
     if answers := completions.answers[index]:
         origin[TOOL_ANSWERS] = [list(span) for span in answers]
-    return {
-        "prompt": completions.shown[index] or record["prompt"],
-        **origin,
-        **{k: v for k, v in record.items() if k != "prompt"},
-    }
+    prompt = completions.completed_prompt[index] or record["prompt"]
+    return {"prompt": prompt, **origin, **{k: v for k, v in record.items() if k != "prompt"}}

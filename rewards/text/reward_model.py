@@ -97,7 +97,6 @@ class RewardModel:
         self.max_length = longest_text(self.model, self.tokenizer, max_length)
 
     def score(self, completions: Sequence[str], prompts: Sequence[Prompt], metadata: Metadata | None = None) -> Scores:
-        """Score each completion; metadata is ignored."""
         request = read_text_request(self.name, completions, prompts, metadata)
         verdicts = [TextVerdict()] * len(request)
         deviation = [math.nan] * len(request)

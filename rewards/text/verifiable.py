@@ -145,7 +145,6 @@ class VerifiableAnswer(TextRule):
         return None
 
     def _lists_equal(self, items: Any, truth: Any) -> bool:
-        """Compare lists, whose items may be lists themselves."""
         if isinstance(items, list | tuple) and isinstance(truth, list | tuple):
             return len(items) == len(truth) and all(map(self._lists_equal, items, truth))
         return self._equal(items, truth)

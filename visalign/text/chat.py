@@ -14,7 +14,7 @@ from jinja2 import Environment, TemplateError, meta
 from visalign.errors import CaughtError, UserError, suggestion
 from visalign.interfaces import Prompt
 
-from .messages import template_messages, text_messages
+from .messages import prompt_text, template_messages, text_messages
 
 _PROBE = "QQTEXTQQ"  # Content of messages whose surroundings in a rendered text are those of the template
 
@@ -107,7 +107,6 @@ class PromptEncoder:
 
     @property
     def role(self) -> str:
-        """Text that opens a turn of the assistant."""
         return self._surroundings.role
 
     def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
@@ -165,9 +164,8 @@ class PromptEncoder:
         if isinstance(prompt, str) and messages[0]["content"] != prompt:  # a transcript, which may go on in the answer
             *before, last = text_messages(prompt + answer)
             messages, answer = (before, last["content"]) if last["role"] == "assistant" else (messages, answer.strip())
-        elif (last := messages[-1])["role"] == "assistant" and isinstance(last.get("content"), str):
-            if not last.get("tool_calls"):  # a begun answer
-                messages, answer = messages[:-1], last["content"] + answer
+        elif messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls"):  # a begun answer
+            messages, answer = messages[:-1], prompt_text(messages[-1:]) + answer
         return self.render([*messages, {"role": "assistant", "content": answer}], closed=True)
 
     def turn_end(self, ends: Sequence[int | None] = ()) -> int | None:

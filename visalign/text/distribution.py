@@ -37,7 +37,6 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """True if the most probable token is always taken."""
         return self.temperature == 0
 
     @property

@@ -38,9 +38,7 @@ class TextPolicy(Protocol):
     """Language model that the algorithms train."""
 
     @property
-    def module(self) -> torch.nn.Module:
-        """Trained network."""
-        ...
+    def module(self) -> torch.nn.Module: ...
 
     @property
     def device(self) -> torch.device: ...

@@ -24,8 +24,6 @@ NOT_GENERATED = ("prompt too long", "tool failed")  # Stop reasons of samples th
 
 @dataclass(frozen=True, kw_only=True)
 class ToolTrace:
-    """Record of a completion's tool calls."""
-
     calls: int = 0  # Answers that were appended
     cut: int = 0  # Answers that were cut short
     failed: str | None = None  # Why the tool failed; such a completion is not scored

@@ -82,11 +82,11 @@ def _token_spans(rollout: TextRollout, row: int, tokenizer: Any, reading: StepRe
     if length == 0:
         return []
 
-    def shown(count: int) -> str:
-        return completion_text(tokenizer, ids[:count], ended=count == length and ended)
-
-    def spelled(count: int) -> str:  # a conversation keeps the end tokens of its earlier turns
-        return decode(tokenizer, ids[: count - (count == length and ended)])
+    readings = (
+        lambda count: completion_text(tokenizer, ids[:count], ended=count == length and ended),
+        # a conversation keeps the end tokens of its earlier turns
+        lambda count: decode(tokenizer, ids[: count - (count == length and ended)]),
+    )
 
     def completed(count: int) -> int:
         """Characters of `policy_text` that the first tokens complete; one spread over two counts at the last."""
@@ -97,7 +97,7 @@ def _token_spans(rollout: TextRollout, row: int, tokenizer: Any, reading: StepRe
 
     # with a tool the text may end in an answer, behind the last drawn token
     fits = str.startswith if rollout.tools is None else lambda decoded, text: text.startswith(decoded)
-    if (read := next((read for read in (shown, spelled) if fits(read(length), text)), None)) is None:
+    if (read := next((read for read in readings if fits(read(length), text)), None)) is None:
         raise UserError(
             f"This tokenizer reads the tokens of completion {row}, {text[:60]!r}, otherwise. Give that of its policy."
         )

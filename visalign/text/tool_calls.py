@@ -108,8 +108,6 @@ def without_failed(scores: Scores, rollout: TextRollout) -> Scores:
 
 @dataclass(frozen=True)
 class ToolFailure:
-    """A call without an answer."""
-
     why: str
 
 

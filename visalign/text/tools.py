@@ -225,9 +225,8 @@ class ToolPolicy:
             limit = len(text) if from_template else self.use.max_answer_tokens
             text = text if from_template else text[: CHARACTERS * limit + 1]
             ids = self.tokenizer(text, add_special_tokens=False, split_special_tokens=not from_template)["input_ids"]
-            last = sample.tokens[-1]
-            if from_template and last.loss_mask and ids[:1] == [last.id]:  # the end of a turn that begins the next
-                ids = ids[1:]
+            if from_template and sample.tokens[-1].loss_mask and ids[:1] == [sample.tokens[-1].id]:
+                ids = ids[1:]  # the end of a turn begins the next
             was_cut |= len(ids) > limit or (len(text) > CHARACTERS * limit and not from_template)
             sample.tokens += [_Token(int(token)) for token in ids[:limit]]
         sample.trace = replace(sample.trace, calls=sample.trace.calls + 1, cut=sample.trace.cut + was_cut)

@@ -96,7 +96,7 @@ def _completions() -> Completions:
         truncated=torch.tensor([False] * 6 + [True, False]),
         reason=[None] * 5 + ["judge died"] + [None] * 2,
         answers=[()] * 8,
-        shown=[None] * 8,
+        completed_prompt=[None] * 8,
     )
 
 
@@ -115,7 +115,7 @@ def test_hints_stand_in_where_nothing_was_right_and_what_is_solved_may_go():
         truncated=torch.zeros(11, dtype=torch.bool),
         reason=[None] * 11,
         answers=[()] * 11,
-        shown=[None] * 11,
+        completed_prompt=[None] * 11,
     )
     worthwhile = worth_learning(completions, completions.scored, threshold=1.0)
     assert worthwhile.tolist() == [True] * 7 + [False, False, True, True]

@@ -37,7 +37,7 @@ class Completions:
     """B completions of one or several grid points, on the CPU."""
 
     prompt: Sequence[int]  # B indices of the prompts' records
-    shown: Sequence[Prompt | None]  # B prompts into which an environment wrote; None where it wrote nothing
+    completed_prompt: Sequence[Prompt | None]  # B prompts into which an environment wrote; None where it wrote nothing
     number: Sequence[int]  # B numbers of the completions among those to the same prompt at the same point
     point: Sequence[GridPoint]  # B grid points
     text: Sequence[str]  # B completions, without special tokens
@@ -117,7 +117,9 @@ def sample_point(
         parts.append(
             Completions(
                 prompt=[i for i in index for _ in range(samples)],
-                shown=[None if p == r["prompt"] else p for p, r in zip(rollout.prompt, metadata, strict=True)],
+                completed_prompt=[
+                    None if p == r["prompt"] else p for p, r in zip(rollout.prompt, metadata, strict=True)
+                ],
                 number=list(range(samples)) * len(index),
                 point=[point] * len(metadata),
                 text=list(rollout.text),
