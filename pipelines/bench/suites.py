@@ -14,6 +14,7 @@ from visalign.data.assets import assets_folder
 from visalign.data.sets.prompt_files import Edits, is_prompt_source, load_prompts
 from visalign.data.sets.tables import read_rows, require_columns
 from visalign.errors import UserError, suggestion
+from visalign.evaluation.heldout.correctness import record_tags
 from visalign.pipelines.shared.parts import check_texts
 
 
@@ -75,8 +76,9 @@ def load_suite(
     source = file or (str(packaged) if packaged.is_file() else str(suite.prompts))
     records = _graphs(source, suite) if suite.has_graph else load_prompts(source, edits=edits, names=suite.fields)
     count = min(limit or len(records), len(records))
-    records = [{"tag": "untagged", **records[i * len(records) // count]} for i in range(count)]
-    return suite, check_texts([record | {"tag": suite.tag.format(**record)} for record in records])
+    records = [records[i * len(records) // count] for i in range(count)]
+    tags = (suite.tag.format(**{"tag": record_tags([record])[0], **record}) for record in records)
+    return suite, check_texts([{**record, "tag": tag} for record, tag in zip(records, tags, strict=True)])
 
 
 def _graphs(source: str, suite: Suite) -> list[dict[str, Any]]:

@@ -206,7 +206,9 @@ def test_suites_read_the_published_files(tmp_path: Path, suite: str, name: str, 
         assert records[0]["vqa_list"][1] == ["Is it on a mat?", "Yes"] and records[0]["vqa_parents"] == [[], [0, 0]]
 
 
-def test_packaged_suites() -> None:
+def test_suites_have_categories(tmp_path: Path) -> None:
+    (own := tmp_path / "own.csv").write_text("prompt,task\na cat,animals\na thing,\n")
+    assert [record["tag"] for record in load_suite(str(own))[1]] == ["animals", "untagged"]
     suite, records = load_suite("partiprompts", 12)
     assert "Apache-2.0" in suite.licence and len(records) == 12 and len({r["tag"] for r in records}) > 3
     assert len(load_suite("world")[1]) == 208
