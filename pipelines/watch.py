@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -43,14 +42,12 @@ def run_state(folder: Path) -> State:
             return State("unknown", "The folder has no config.yaml, so only its metrics are shown.")
         start = shlex.join(["visalign", "train", "CONFIG", "--output", str(folder)])
         return State("waiting", f"No run has begun here. Start it: {start}. This page shows it when it begins.")
-    path, summary = folder / END, folder / "summary.json"
-    # of a finished run that was resumed with more iterations the summary is of fewer than the metrics
-    done = len(read_metrics(folder / "metrics.jsonl"))
-    if not path.is_file() and summary.is_file() and read_object(summary).get("iterations", done) >= done:
+    newest = max((int(path.name.removeprefix("step_")) for path in folder.glob("checkpoints/step_*")), default=0)
+    path, summary = folder / END, folder / "summary.json"  # which a run that is resumed with more iterations has, too
+    if summary.is_file() and not path.is_file() and read_object(summary).get("iterations", newest) >= newest:
         return State("finished", "")
-    name, _, message = path.read_text(encoding="utf-8").partition("\n") if path.is_file() else ("ended", "", "")
-    if name == "ended":
-        message = "The process ended without a result, as when it is killed or the machine restarts."
+    ended = ("ended", "", "The process ended without a result, as when it is killed or the machine restarts.")
+    name, _, message = path.read_text(encoding="utf-8").partition("\n") if path.is_file() else ended
     return State(name, f"{message.strip()} Continue with: {resume_command(str(config), [], folder)}".strip())
 
 
@@ -59,11 +56,11 @@ def read_run(folder: Path) -> dict[str, Any]:
     state, path = run_state(folder), folder / "config.yaml"
     config = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
     metrics = read_metrics(folder / "metrics.jsonl")
-    run, done = config.get("run") or {}, len(metrics)
-    seconds, left, total = [row["seconds"] for row in metrics if row.get("seconds")], None, run.get("iterations")
+    run, done, left = config.get("run") or {}, len(metrics), None
+    total, budget = run.get("iterations"), run.get("max_seconds") or float("inf")
+    seconds = [row["seconds"] for row in metrics if row.get("seconds")]
     if state.state == "training" and seconds and total:
-        left = fmean(seconds[-50:]) * (total - done)
-        left = max(0.0, min(left, (run.get("max_seconds") or math.inf) - sum(seconds)))
+        left = max(0.0, min(fmean(seconds[-50:]) * (total - done), budget - sum(seconds)))
     grids = sorted((folder / SAMPLES).glob("*.png"))
     newest = [(int(file.stem), file) for file in [*grids[:1], *grids[1:][1 - GRIDS :]][::-1]]
     progress = {"folder": str(folder), **state._asdict(), "done": done, "total": total, "left": left}

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from visalign.errors import UserError
-from visalign.settings import MOST_PIXELS, refuse
+from visalign.settings import MOST_COUNTED, MOST_PIXELS, refuse
 
 from .condition import Source, image_of
 from .families import FAMILIES, MEAN_VELOCITY, PIPELINES, REFUSED, Family
@@ -19,8 +19,6 @@ CUSTOM_ADAPTER = (
     "from_pretrained(folder_or_id, *, dtype, device, **options) whose objects are a "
     "visalign.interfaces.DiffusionPolicy; visalign.adapters.check_adapter(policy) tests it"
 )
-
-_MOST_FRAMES = 10_000
 
 
 def known_family(kind: Any, what: str) -> Family:
@@ -74,8 +72,8 @@ def call_arguments(
     if num_frames is not None:
         step = getattr(pipe, "vae_scale_factor_temporal", None)
         step = step or getattr(pipe, "vae_temporal_compression_ratio", 1)
-        if family.frames is None or num_frames not in range(1, _MOST_FRAMES, step):
-            allowed = "images" if family.frames is None else f"1 + a multiple of {step} frames below {_MOST_FRAMES}"
+        if family.frames is None or num_frames not in range(1, MOST_COUNTED, step):
+            allowed = "images" if family.frames is None else f"1 + a multiple of {step} frames below {MOST_COUNTED}"
             raise UserError(f"num_frames is {num_frames}; {type(pipe).__name__} makes {allowed}.")
         size["num_frames"] = num_frames
     reserved = {*_RESERVED, *family.fixed, family.scale}

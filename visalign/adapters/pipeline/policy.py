@@ -71,7 +71,6 @@ class PipelinePolicy(DiffusersPolicy):
         call: Mapping[str, Any] | None = None,
     ) -> None:
         self._call = PipelineCall(pipe, image_size, num_frames, guidance, negative_prompt, call)
-        self._image_size = image_size
         self.pipe, self.family, self.networks = pipe, self._call.family, self._call.networks
         self.latent_shape: tuple[int, ...] = self._call.latent_shape
         self.prediction: Prediction = self._call.scheduler.prediction
@@ -85,7 +84,7 @@ class PipelinePolicy(DiffusersPolicy):
         self.autocast = network.dtype if lora is None and network.dtype.itemsize < 4 else autocast
         layers = make_trainable(pipe, self.family, lora, checkpointing=gradient_checkpointing)
         self.module: nn.Module = network if len(self.networks) == 1 else nn.ModuleDict(self.networks)
-        self.lora, self.decode_batch = lora, decode_batch
+        self.lora, self.decode_batch, self._image_size = lora, decode_batch, image_size
         if self._start is not None:
             self._start.fill(self.networks)
         self._trained = TrainedWeights(self.module, layers if self._start is None and layers else None)
@@ -178,9 +177,8 @@ class PipelinePolicy(DiffusersPolicy):
         keys = [(text, source_key(source)) for text, source in prompt_sources]
         first = dict(zip(reversed(keys), reversed(prompt_sources), strict=True))
         row_of = {key: i for i, key in enumerate(dict.fromkeys(keys))}
-        sized = "height" in self._call.fixed
         sources = {
-            name: checked_source(self.pipe, self.family, source, sized)
+            name: checked_source(self.pipe, self.family, source, "height" in self._call.fixed)
             for name, source in {key[1]: first[key][1] for key in row_of}.items()
         }
         null_per_source = self.guided and self.takes_source  # the null prompt may look at the image
