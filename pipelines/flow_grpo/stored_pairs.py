@@ -125,7 +125,7 @@ def read_captioned(
 
 
 def _captioned_rows(source: str, limit: int | None, names: Mapping[str, str]) -> Iterator[ImageRow]:
-    """Read the images of a named set, a folder, a table, or tar files, with their captions."""
+    """Read the images of a named set, a folder, a table, tar files, or tables of samples, with their captions."""
     from visalign.pipelines.score.parts import TARS, ScoringOptions, check_part, find_parts, read_part
 
     if source == CAPTIONED:
@@ -134,7 +134,7 @@ def _captioned_rows(source: str, limit: int | None, names: Mapping[str, str]) ->
     path = find_table(Path(source))
     if not path.exists():
         raise UserError(f"'{source}' does not exist. Give a folder of images with captions, a table, or {CAPTIONED}.")
-    tables = sorted(path.rglob(SAMPLED)) if path.is_dir() else []  # as `visalign sample` and rollout.keep_images write
+    tables = [t for t in sorted(path.rglob(SAMPLED)) if "/." not in f"/{t.relative_to(path)}"] if path.is_dir() else []
     for part in (part for item in tables or [path] for part in find_parts([item])):
         if not isinstance(part.source, tuple):
             if part.source.name.lower().endswith(TARS) and part.source.suffix != ".tar":

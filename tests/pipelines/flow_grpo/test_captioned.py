@@ -104,12 +104,13 @@ def test_an_image_is_shown_as_its_camera_was_held_and_tables_of_samples_are_read
     exif = image.getexif()
     exif[0x0112] = 6
     (tmp_path / "drawn" / "deep").mkdir(parents=True)
-    for folder in ("drawn", "drawn/deep"):
+    (tmp_path / "drawn" / ".Trash-0" / "old").mkdir(parents=True)
+    for folder in ("drawn", "drawn/deep", "drawn/.Trash-0/old"):
         image.save(tmp_path / folder / "a.jpg", exif=exif)
         row = {"image": "a.jpg", "prompt": f"a tower {folder}"}
         (tmp_path / folder / "images.jsonl").write_text(json.dumps(row))
     records, _ = read_captioned(str(tmp_path / "drawn"), "none", None, [(32, 64), (64, 32)], {})
-    assert [record["bucket"] for record in records] == [1, 1] and len({r["prompt"] for r in records}) == 2
+    assert [(r["bucket"], r["prompt"]) for r in records] == [(1, "a tower drawn/deep"), (1, "a tower drawn")]
 
 
 def test_sets_as_other_tools_write_them(tmp_path):
