@@ -121,7 +121,8 @@ class RemoteReward:
         low, high = card.get("range", ("-inf", "inf"))
         self.range = (float(low), float(high))
         self.higher_is_better = bool(card.get("higher_is_better", True))
-        self.capabilities = RewardCapabilities(**{name: bool(card[name]) for name in CAPABILITIES if name in card})
+        needs: dict[str, Any] = {name: bool(card[name]) for name in CAPABILITIES if name in card}
+        self.capabilities = RewardCapabilities(**needs)
         rows = (
             self._limits["max_rows"] if self.capabilities.compares_samples else batch_size or self._limits["max_batch"]
         )
