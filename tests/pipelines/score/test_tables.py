@@ -113,11 +113,11 @@ def test_images_inside_a_parquet_table(light: Light) -> None:
     assert rows[0]["value"] == pytest.approx(0.4) and rows[0]["image"] == "parquet://t.parquet#image#0"
 
 
-@pytest.mark.parametrize("need", ["needs_batch", "needs_group"])
+@pytest.mark.parametrize("needs", [RewardCapabilities(needs_batch=True), RewardCapabilities(needs_group=True)])
 def test_a_reward_that_compares_images_sees_all_of_them(
-    light: Light, need: str, monkeypatch: pytest.MonkeyPatch
+    light: Light, needs: RewardCapabilities, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    light.capabilities = RewardCapabilities(**{need: True})
+    light.capabilities = needs
     write("t.jsonl", *({"image": f"images/{k}.png", "prompt": str(k)} for k in (0, 2, 4)))
     output = " ".join(visalign("t.jsonl", "-r", "light", "--batch-size", "2").output.split())
     assert "3 are more than one batch of 2. Set --batch-size 3" in output
