@@ -257,15 +257,6 @@ def test_invalid_scores_are_counted_and_left_out() -> None:
     assert result.to_dict()["rewards"]["shapes_verifier"]["invalid"] == missing.sum()
 
 
-def test_a_value_that_is_not_finite_is_invalid() -> None:
-    wild = Values(lambda prompts: [math.inf] * len(prompts))
-    result = run(rewards={"wild": wild}, correctness="wild")
-    assert not result.judged.any() and not result.correct.any()
-    assert set(result.reasons) == {"the reward returned inf, which is no score"}
-    assert np.isnan(result.scores["wild"]).all()
-    assert result.invalid("wild") == 8 and math.isnan(result.mean("wild"))
-
-
 def test_a_reward_without_parts_is_correct_at_its_best_value() -> None:
     binary = Values(lambda prompts: [1.0 if prompt.startswith("a ") else 0.5 for prompt in prompts])
     turned = Values(lambda prompts: [2 * v - 1 for v in binary.of(prompts)], higher_is_better=False)
