@@ -82,7 +82,7 @@ def _token_spans(rollout: TextRollout, row: int, tokenizer: Any, reading: StepRe
     if length == 0:
         return []
 
-    readings = (
+    decoders = (
         lambda count: completion_text(tokenizer, ids[:count], ended=count == length and ended),
         # a conversation keeps the end tokens of its earlier turns
         lambda count: decode(tokenizer, ids[: count - (count == length and ended)]),
@@ -97,11 +97,11 @@ def _token_spans(rollout: TextRollout, row: int, tokenizer: Any, reading: StepRe
 
     # with a tool the text may end in an answer, behind the last drawn token
     fits = str.startswith if rollout.tools is None else lambda decoded, text: text.startswith(decoded)
-    if (read := next((read for read in readings if fits(read(length), text)), None)) is None:
+    if not (matching := [decoder for decoder in decoders if fits(decoder(length), text)]):
         raise UserError(
             f"This tokenizer reads the tokens of completion {row}, {text[:60]!r}, otherwise. Give that of its policy."
         )
-    spans, begin = [], 0
+    read, spans, begin = matching[0], [], 0
     pieces = reading.spans(policy_text(text))  # a tool's answers are no steps
     for start, _ in pieces[1:]:  # bisect for the token that completes the text before the step
         low, high = begin, length

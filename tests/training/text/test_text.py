@@ -116,9 +116,9 @@ def test_remax_compares_with_the_greedy_completion_to_the_same_record(tmp_path):
     calls, asked = list[list[str]](), list[Any]()
 
     class PerRecord(Letters):
-        def score(self, completions, prompts, metadata=None):
+        def score(self, completions: Any, prompts: Any, metadata: Any = None) -> Scores:
             assert set(prompts) == {"g room"}
-            calls.append([record["letter"] for record in metadata or ()])
+            calls.append([record["letter"] for record in metadata])
             value = torch.tensor([float(w in text) for w, text in zip(calls[-1], completions, strict=True)])
             return Scores(value=value, valid=value >= 0, unit="share")
 
@@ -215,7 +215,8 @@ def test_copos_answers_are_those_that_the_reward_reads(tmp_path):
     experience = trainer.algorithm.collect(trainer.context).experience
     assert experience.trajectories.answer.tolist() == [answer_label(text[:1]) for text in experience.rollout.text]
     told = replace(experience.rollout.rows(slice(1)), text=[ToolCompletion("4b", [(0, 1)])])  # a tool wrote the 4
-    assert answer_labels(trainer.algorithm.parts.reward, told, [{}]).tolist() == [answer_label("b")]
+    labels: Any = answer_labels(trainer.algorithm.parts.reward, told, [{}])
+    assert labels.tolist() == [answer_label("b")]
 
 
 def test_rewards_of_single_steps_reach_the_objective(tmp_path):
