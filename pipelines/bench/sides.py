@@ -196,7 +196,7 @@ def folder_sides(paths: Sequence[str], records: Sequence[Record] | None, scoring
 
 
 def _seed(row: ImageRow) -> Any:
-    return int(row.seed) if str(row.seed).isdecimal() else row.seed  # a CSV has texts
+    return int(row.seed) if isinstance(row.seed, str) and row.seed.isdecimal() else row.seed  # a CSV has texts
 
 
 def _scorer(
