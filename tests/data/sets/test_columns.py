@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,10 +126,8 @@ def test_texts_that_begin_like_formulas_are_read_back_from_csv(tmp_path: Path) -
 def test_columns_of_texts_under_other_names_are_no_empty_completions(tmp_path: Path) -> None:
     (tmp_path / "p.csv").write_text("prompt,completion,other\np,good,bad\nq,fine,\n")
     pairs = load_preferences(tmp_path / "p.csv", columns=Columns(names={"chosen": "completion", "rejected": "other"}))
-    assert [{p.image_left, p.image_right} for p in pairs.pairs] == [
-        {"text://good", "text://bad"},
-        {"text://fine", "text://"},
-    ]
+    sides = [{p.image_left, p.image_right} for p in pairs.pairs]
+    assert sides == [{"text://good", "text://bad"}, {"text://fine", "text://"}]
     (tmp_path / "c.csv").write_text("prompt,completion\np,yes\nq,\n")
     assert [row["image"] for _, row in read_table(tmp_path / "c.csv", {})] == ["text://yes", "text://"]
     (tmp_path / "i.csv").write_text("image,mos,chosen\na.png,1,\nb.png,2,x\n")
@@ -186,10 +185,7 @@ def test_empty_cells_are_alike_in_all_formats(tmp_path: Path, write: str) -> Non
         load_prompts(path)
     assert [row.get("prompt") for _, row in read_table(path, names)] == ["new", "newer", None]
     assert [row.get("prompt") for _, row in read_table(path, {})] == ["old", None, "older"]
-    for load in (
-        lambda **options: load_source(str(path), **options),
-        lambda **options: from_dataframe(frame, **options),
-    ):
+    for load in (partial(load_source, str(path)), partial(from_dataframe, frame)):
         with pytest.raises(UserError, match=r"Row \d of .*'mos' is None"):
             load(columns=Columns(names={"mos": "score"}))
 

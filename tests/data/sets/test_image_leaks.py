@@ -70,9 +70,6 @@ def test_training_on_a_held_out_image_is_refused(files: list[str], tmp_path: Pat
         rows = [{"prompt": f"{which} {k}", "image_left": left, "image_right": right, "label": k} for k in (0, 1)]
         (tmp_path / f"{which}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = load_job("shapes_hpsv3", [f"data.{which}={tmp_path / which}.jsonl" for which in names]).config
-    with pytest.raises(
-        UserError,
-        match=r"1 images of data.heldout are also in data.train: '.*copy.png' \(data.heldout\) is "
-        r"'.*1.png' \(data.train\). Take each out of one",
-    ):
+    message = r"1 images of data.heldout are also in data.train: '.*copy.png' \(data.heldout\) is "
+    with pytest.raises(UserError, match=rf"{message}'.*1.png' \(data.train\). Take each out of one"):
         prepare_reward(config)

@@ -166,9 +166,8 @@ def test_reference_solutions_vary_where_several_answers_are_right(task: str) -> 
 
 
 def test_what_is_not_there_is_said() -> None:
-    with pytest.raises(
-        UserError, match=r"tasks is \['sorted'\].* Did you mean 'sort'\? Allowed: train or heldout; some"
-    ):
+    message = r"tasks is \['sorted'\].* Did you mean 'sort'\? Allowed: train or heldout; some"
+    with pytest.raises(UserError, match=message):
         text_tasks(1, tasks=["sorted"])
     with pytest.raises(UserError, match=r"'two_addends' has 5 heldout problems of levels \[1\] for 99"):
         text_tasks(99, split="heldout", tasks=["two_addends"], levels=[1])
