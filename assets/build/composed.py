@@ -1,13 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train the packaged generator on, half of the scenes for prompts that combine sizes with colors or a relation.
-
-"a big red circle and a small cross" or "a small circle above a blue cross" is no prompt of the world's own lists,
-but what it says of pairs is what the generator fails at most.
-"""
+"""Train the packaged generator on, half of the scenes for composed prompts."""
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +10,7 @@ import numpy as np
 import torch
 from diffusers import AutoencoderKL, StableDiffusion3Pipeline
 
-from visalign.data.shapes import prompts as language
+from visalign.data.shapes.composed import composed_prompts
 from visalign.data.shapes.scenes import Scene, sample_scene
 
 from .generator import CATEGORY_WEIGHTS, Generator, train_denoiser
@@ -34,45 +29,12 @@ RATE = 0.6
 """Share of the first training's learning rates."""
 
 
-def contained_prompts(first: language.Noun, relation: str | None, second: language.Noun) -> list[str]:
-    """List the prompts of the world's own lists that a composed prompt contains."""
-    (size_a, color_a, a), (size_b, color_b, b) = first, second
-    pairs: list[tuple[language.Noun, str, language.Noun]] = [((size_a, None, a), "and", (size_b, None, b))]
-    if color_a and color_b and color_a != color_b:
-        pairs.append(((None, color_a, a), "and", (None, color_b, b)))
-    if relation:
-        pairs.append(((None, None, a), relation, (None, None, b)))
-    if relation and color_a and color_b:
-        pairs.append(((None, color_a, a), relation, (None, color_b, b)))
-    colored = [language.phrase(noun) for noun in (first, second) if noun[1]]
-    return colored + [f"{language.phrase(one)} {word} {language.phrase(other)}" for one, word, other in pairs]
-
-
-def composed_prompts(count: int = PROMPTS, seed: int = 1) -> list[language.Record]:
-    """Draw prompts with a size and also a color or a relation; no pair, relation, colored noun is held out."""
-    draw, records = random.Random(seed), dict[str, language.Record]()
-    sizes, colors = (None, *language.SIZES), (None, *language.COLORS)
-    while len(records) < count:
-        first, second = (
-            (draw.choice(sizes), draw.choice(colors) if draw.random() < 0.6 else None, shape)
-            for shape in draw.sample(language.SHAPES, 2)
-        )
-        relation = draw.choice(language.RELATIONS) if draw.random() < 0.5 else None
-        if not (first[0] or second[0]) or not (relation or first[1] or second[1]):
-            continue
-        contained = map(language.parse_prompt, contained_prompts(first, relation, second))
-        if not any(map(language.is_heldout, contained)):
-            prompt = f"{language.phrase(first)} {relation or 'and'} {language.phrase(second)}"
-            records[prompt] = language.parse_prompt(prompt)
-    return list(records.values())
-
-
 class ComposedFeed(SceneFeed):
     """Training scenes of which a share is for composed prompts."""
 
     def __init__(self, seed: int, share: float) -> None:
         super().__init__(seed, category_weights=CATEGORY_WEIGHTS)
-        self._share, self._composed = share, composed_prompts()
+        self._share, self._composed = share, composed_prompts(PROMPTS)
 
     def scene(self, number: int) -> Scene:
         """Draw scene `number`."""

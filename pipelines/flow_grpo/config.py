@@ -112,8 +112,9 @@ class DataConfig:
     """The prompts, or stored pairs."""
 
     train: str = "shapes:train"
-    """shapes:train; a .txt file (a prompt per line); a table (.jsonl, .json, .csv, .tsv, .parquet, .xlsx); a folder of
-    images with captions (cat.png, cat.txt or cat.caption); or a dataset of the hub, owner/name:split."""
+    """shapes:train, or shapes:composed, with 800 more prompts of pairs; a .txt file (a prompt per line); a table
+    (.jsonl, .json, .csv, .tsv, .parquet, .xlsx); a folder of images with captions (cat.png, cat.txt or cat.caption);
+    or a dataset of the hub, owner/name:split."""
     map: dict[str, str] = field(default_factory=dict)
     """Our name of a column -> that of the files, such as prompt: caption."""
     pairs: str | None = None

@@ -17,7 +17,6 @@ from PIL import Image
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor
 
 from assets.build.__main__ import STAGES, build
-from assets.build.composed import composed_prompts, contained_prompts
 from assets.build.judge import Learner, cell_targets, new_judge, question_loss
 from assets.build.judge_data import BETTER, LOOKS, Question, Questions, appearance, part, rate
 from assets.build.judge_inputs import PATCH, TOKENS, answer_states, judge_tokenizer, pack_questions, patches_of, see
@@ -32,7 +31,7 @@ from assets.build.language import (
     solution_loss,
 )
 from assets.build.stage import Plan, packaged
-from visalign.data.shapes.prompts import CATEGORIES, is_heldout, parse_prompt, train_prompts
+from visalign.data.shapes.prompts import CATEGORIES, train_prompts
 from visalign.data.shapes.render import render_many
 from visalign.data.shapes.scenes import DISTORTIONS, SIZE, STYLES, Canvas, Scene, SceneObject
 from visalign.data.shapes.verifier import verify_scene
@@ -192,27 +191,6 @@ def test_a_share_of_the_corpus_misreads_one_number() -> None:
     sums = [record for record in corpus if record["task"] in ("add", "sort", "sum", "two_addends")]
     wrong = np.mean([not check_answer(record["solution"], record)[0] for record in sums])
     assert abs(wrong - MISREAD_SHARE) < 4 * (0.25 / len(sums)) ** 0.5
-
-
-def test_a_composed_prompt_contains_no_heldout_one_and_is_none_of_the_worlds_own() -> None:
-    parts = contained_prompts(("big", "red", "circle"), "left of", ("small", "orange", "cross"))
-    pairs = ["a big circle and a small cross", "a red circle and an orange cross"]
-    relations = ["a circle left of a cross", "a red circle left of an orange cross"]
-    assert parts == ["a big red circle", "a small orange cross", *pairs, *relations]
-    assert contained_prompts((None, "red", "circle"), None, ("big", "red", "cross")) == [
-        "a red circle",
-        "a big red cross",
-        "a circle and a big cross",
-    ]
-    records = composed_prompts(300, seed=2)
-    assert len({record["prompt"] for record in records}) == 300 and not {r["prompt"] for r in records} & set(RECORDS)
-    for record in records:
-        target, subject = record["include"]
-        first, second = (tuple(entry.get(key) for key in ("size", "color", "class")) for entry in (subject, target))
-        relation = subject.get("position", [None])[0]
-        first, second = (first, second) if relation else (second, first)
-        assert not any(is_heldout(parse_prompt(part)) for part in contained_prompts(first, relation, second))
-        assert (first[0] or second[0]) and (relation or first[1] or second[1])
 
 
 @pytest.mark.slow

@@ -69,7 +69,7 @@ def test_refused_files(tmp_path, name, text, message):
 def test_what_holds_no_prompts_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"holds 0 images and no captions: cat.png has its caption in cat.txt"):
         load_prompts(tmp_path)
-    with pytest.raises(UserError, match=r"no prompt set 'shapes:test'.*shapes:train, shapes:heldout"):
+    with pytest.raises(UserError, match=r"no prompt set 'shapes:test'.*shapes:train, shapes:composed, shapes:heldout"):
         load_prompts("shapes:test")
     with pytest.raises(UserError, match=r"no prompt set 'a\.csv': give an existing file"):
         load_prompts("a.csv")

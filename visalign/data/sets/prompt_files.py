@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from PIL import Image
 
+from visalign.data.shapes.composed import widened_prompts
 from visalign.data.shapes.prompts import heldout_prompts, train_prompts
 from visalign.errors import UserError, excerpt, suggestion
 from visalign.interfaces import is_message
@@ -27,7 +28,8 @@ from .tables import READERS, listed, nearest_first, plain_name, read_cells
 
 Record = dict[str, Any]
 
-EMBEDDED = {"shapes:train": train_prompts, "shapes:heldout": heldout_prompts}  # Names of the embedded prompt sets
+# Names of the embedded prompt sets
+EMBEDDED = {"shapes:train": train_prompts, "shapes:composed": widened_prompts, "shapes:heldout": heldout_prompts}
 COMPLETION, SOLUTION = "completion", "solution"
 COMPLETIONS = (COMPLETION, SOLUTION, "response", "answer")
 """Fields of the completion when none is named: the first of these that a record has."""
@@ -133,9 +135,9 @@ def load_prompts(
 ) -> list[Record]:
     """Load the prompt records of an embedded set, of a file, or of a folder with captions, in its order.
 
-    `source` is "shapes:train", "shapes:heldout", a `.txt` file, any table of `read_rows`, a dataset of the hub
-    (`find_table`), or a folder of images with their captions. A record needs "prompt", for which `names` (our name
-    of a field -> the file's) may name another; its other fields reach the rewards as metadata. Blank lines are
+    `source` is one of `EMBEDDED`, a `.txt` file, any table of `read_rows`, a dataset of the hub (`find_table`), or a
+    folder of images with their captions. A record needs "prompt", for which `names` (our name of a field -> the
+    file's) may name another; its other fields reach the rewards as metadata. Blank lines are
     skipped and repeated prompts kept once; a warning counts both. With `edits` a record's "source" is an image to
     edit, a path relative to the working directory (with `several`, or a list of them): each is decoded once, and
     records of one prompt may differ in it. `packaged` names the sets of the caller in messages.
