@@ -215,6 +215,18 @@ def test_a_policy_whose_ratio_is_not_one_is_stopped_before_it_moves(tmp_path):
     assert trainer.train().stopped == "finished"
 
 
+def test_no_ratio_is_checked_after_a_step_of_a_replay_alone(tmp_path, monkeypatch):
+    trainer = toy_trainer(tmp_path, run={"iterations": 1})
+    backward = trainer.algorithm.backward
+
+    def replay_first(experience, step, context):
+        change = {"largest": 1.0} if context.counters.updates else {"decisions": 0}
+        return {**backward(experience, step, context), **change}
+
+    monkeypatch.setattr(trainer.algorithm, "backward", replay_first)
+    assert trainer.train().stopped == "finished" and trainer.counters.updates == 2
+
+
 def test_training_replays_the_time_that_the_rollout_gave(tmp_path):
     """Times that follow from the grid and not from σ alone, so that only the recorded ones are right."""
 

@@ -144,7 +144,7 @@ class Trainer(Generic[A]):
         self._memory_settings = {key: value for key, value in flatten(run.config).items() if key in bounding}
         counters = Counters(loss_scale=FIRST_LOSS_SCALE if algorithm.compute_dtype() == torch.float16 else 1.0)
         self.context = Context(counters=counters, optimizer=settings, clock=self.clock)
-        self._ratio_checked = False
+        self._has_moved = False
 
     @property
     def counters(self) -> Counters:
@@ -244,10 +244,10 @@ class Trainer(Generic[A]):
             self.weights.gather_gradients(counters.loss_scale)
             norm = self.weights.clip(settings.max_grad_norm)
             sums.append({**update, "grad_norm": norm})
-            # the weights of this process's first update are those of the rollout, so r must be 1
-            if bound is not None and not self._ratio_checked and update["decisions"]:
+            # until this process's first step the weights are those of the rollout, so r must be 1
+            if bound is not None and not self._has_moved and update["decisions"]:
                 check_log_ratio(torch.tensor([update["largest"]]), bound=bound)
-                self._ratio_checked = True
+            self._has_moved |= norm > 0
             self._step(math.isfinite(norm))
         self.weights.clear()
         record = dict(self.algorithm.record(experience, sums))
