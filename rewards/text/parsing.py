@@ -28,7 +28,7 @@ _LAST_NUMBER = re.compile(
     rf"(?<![\w.]){_LEADING_SIGN}?(?:(?:\d+\s*)?\\(?:[dtc]?frac\s*(?:{_BRACED}|\d)\s*(?:{_BRACED}|\d)"
     rf"|sqrt\s*+(?:\[[^\]]{{0,9}}\])?\s*+(?:{_BRACED}|\d))"
     rf"|(?:\d+[^\S\n]+(?=\d+/\d))?(?:{_GROUPED}|{_PLAIN})"
-    rf"(?:[eE][+-]?\d{{1,4}}|[^\S\n]*/[^\S\n]*\d+|(?:{_TEN}|\^)(?:{_BRACED}|[+\-−]?\d+))?(?:\s*\\?%)?)"
+    rf"(?:[eE][+-]?\d{{1,4}}|[^\S\n]*/[^\S\n]*(?:{_PLAIN})|(?:{_TEN}|\^)(?:{_BRACED}|[+\-−]?\d+))?(?:\s*\\?%)?)"
     rf"(?:\s*\\pi)?"
 )
 _FRAC = re.compile(r"\\[dtc]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
