@@ -42,9 +42,9 @@ def run_state(folder: Path) -> State:
             return State("unknown", "The folder has no config.yaml, so only its metrics are shown.")
         start = shlex.join(["visalign", "train", "CONFIG", "--output", str(folder)])
         return State("waiting", f"No run has begun here. Start it: {start}. This page shows it when it begins.")
-    newest = max((int(path.name.removeprefix("step_")) for path in folder.glob("checkpoints/step_*")), default=0)
-    path, summary = folder / END, folder / "summary.json"  # which a run that is resumed with more iterations has, too
-    if summary.is_file() and not path.is_file() and read_object(summary).get("iterations", newest) >= newest:
+    # a run that is resumed with more iterations has its earlier summary, too
+    path, summary, done = folder / END, folder / "summary.json", len(read_metrics(folder / "metrics.jsonl"))
+    if summary.is_file() and not path.is_file() and read_object(summary).get("iterations", done) >= done:
         return State("finished", "")
     ended = ("ended", "", "The process ended without a result, as when it is killed or the machine restarts.")
     name, _, message = path.read_text(encoding="utf-8").partition("\n") if path.is_file() else ended

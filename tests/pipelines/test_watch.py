@@ -69,7 +69,6 @@ def test_runs_that_ended_say_how_and_how_to_go_on(tmp_path, error, name, sentenc
     page = watch.build_page([run])
     assert ('<p class="banner" role="alert">' in page) == (name == "failed") and "<full>" not in page
     (run / "summary.json").write_text('{"iterations": 2}')
-    (run / "checkpoints" / "step_000003").mkdir(parents=True)
     assert watch.run_state(run).state == name, "resumed after it had finished"
     (run / END).unlink(missing_ok=True)
     (run / "summary.json").write_text('{"iterations": 3}')
