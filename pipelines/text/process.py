@@ -21,12 +21,11 @@ from pydantic.dataclasses import dataclass
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
-from visalign.adapters.causal_lm.demonstrations import DemonstrationBatches, fitting_demonstrations
+from visalign.adapters.causal_lm.demonstrations import DemonstrationBatches, fitting_demonstrations, tool_spans
 from visalign.adapters.causal_lm.loading import context_length, from_pretrained
 from visalign.data.assets import resolve_model
 from visalign.data.sets.columns import rename_columns
 from visalign.data.sets.hub_datasets import find_table
-from visalign.data.sets.prompt_files import TOOL_ANSWERS
 from visalign.data.sets.tables import read_cells
 from visalign.errors import UserError
 from visalign.interfaces import ToolCompletion, policy_text
@@ -160,9 +159,9 @@ def read_steps(config: TextProcessConfig) -> tuple[Numbered, Numbered]:
                 raise UserError(
                     f"Record {number} has the reward {reward}; learns=implicit reads 0, wrong, to 1, right. Scale it."
                 )
-    if config.learns == "outcomes":  # steps are of what the policy wrote
-        texts = [policy_text(ToolCompletion(row["completion"], row.get(TOOL_ANSWERS) or ())) for _, row in numbered]
-        numbered = [(n, {**row, "completion": text}) for (n, row), text in zip(numbered, texts, strict=True)]
+        if config.learns == "outcomes":  # steps are of what the policy wrote
+            texts = [ToolCompletion(r["completion"], tool_spans(n, r, "completion")) for n, r in numbered]
+            numbered = [(n, {**r, "completion": policy_text(t)}) for (n, r), t in zip(numbered, texts, strict=True)]
     trained, heldout = split_records(numbered, config.data.heldout, config.seed, lambda row: row[1]["prompt"])
     if (settings := config.data.convex_da) is not None:
         variants = settings.variants([record["prompt"] for _, record in trained], config.seed)

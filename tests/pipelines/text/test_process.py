@@ -210,6 +210,9 @@ def test_what_a_tool_wrote_is_learnt_as_it_is_scored(inputs: Path, tmp_path: Pat
     run(_implicit(inputs, *source), tmp_path / "run")
     assert torch.cat(weights).unique(dim=0).tolist() == [[1, 0, 1, 1, 1]]
     assert {record["completion"] for _, record in read_steps(_config(inputs, *source))[0]} == {"a\nb"}
+    file.write_text(json.dumps({**lines[0], "tool_answers": [[1]]}))
+    with pytest.raises(UserError, match=r"data.train: Record 1 has tool_answers \[\[1\]\]"):
+        read_steps(_config(inputs, *source))
 
 
 def test_an_adapter_is_an_implicit_reward_and_another_vocabulary_none(inputs: Path, tmp_path: Path) -> None:

@@ -80,8 +80,8 @@ def _tokens(policy: CausalLMPolicy, prompt: Prompt, text: str, answers: Spans) -
     return ids, mask
 
 
-def _spans(index: int, record: Record, field: str) -> Spans:
-    """Return the spans of a completion that a tool wrote; null in tables means none."""
+def tool_spans(index: int, record: Record, field: str) -> Spans:
+    """Read the spans of a completion that a tool wrote; null in tables means none."""
     name, size = tool_answers_field(field), len(record[field])
     if (spans := record.get(name)) is None:
         return ()
@@ -111,7 +111,7 @@ class DemonstrationBatches:
         fields = (field,) if isinstance(field, str) else tuple(field)
         for index, record in enumerate(records):  # a bad span stops a run before it trains
             for name in fields:
-                _spans(index, record, name)
+                tool_spans(index, record, name)
         self._policy, self._records, self._fields = policy, records, fields
         self.size, self._seed = size, seed
         self._epoch, self._order = -1, np.arange(0)
@@ -130,7 +130,7 @@ class DemonstrationBatches:
             self._policy,
             [record["prompt"] for record in chosen] * len(self._fields),
             [record[field] for field in self._fields for record in chosen],
-            answers=[_spans(row, self._records[row], field) for field in self._fields for row in index],
+            answers=[tool_spans(row, self._records[row], field) for field in self._fields for row in index],
         )
         return replace(rollout, group=list(index) * len(self._fields))
 
@@ -146,7 +146,7 @@ def demonstration_lengths(policy: CausalLMPolicy, records: Sequence[Record], fie
     """Count the tokens of prompt and completion of each record together, the end token included."""
     prompts = [record["prompt"] for record in records]
     return [
-        len(ids) + len(_tokens(policy, prompts[index], record[field], _spans(index, record, field))[0]) + 1
+        len(ids) + len(_tokens(policy, prompts[index], record[field], tool_spans(index, record, field))[0]) + 1
         for index, (ids, record) in enumerate(zip(policy.encode(prompts).ids, records, strict=True))
     ]
 
