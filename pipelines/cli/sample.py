@@ -115,7 +115,10 @@ def sample(
             records += build_records(prompt, "The prompts", edits=edits, several=several, names=names)
         else:
             records.append({"prompt": prompt})
-    records = list({record_key(record): record for record in records}.values())  # files may overlap
+    merged: dict[tuple[str, ...], dict[str, Any]] = {}
+    for record in records:  # files may overlap
+        merged.setdefault(record_key(record), {}).update(record)
+    records = list(merged.values())
     if refine is not None:
         triples = sample_triples(pairs or records, refine, settings, output, rewards=rewards)
         echo(f"{len(triples)} triples: {output / TRIPLES}, for visalign train-reward shapes_ict data.train=FILE.")

@@ -333,6 +333,8 @@ def test_the_shares_of_processes_make_the_whole(shares: int, max_images: int) ->
     assert sum(map(len, parts)) == 8
     assert same(joined(parts), run(max_images=max_images))
     assert same(joined([run()]), run())
+    edits = replace(parts[0], sources=("cat.png",) * len(parts[0]))
+    assert joined([edits, *parts[1:]]).sources == (*edits.sources, *[""] * (8 - len(edits)))
 
 
 def test_changes_are_paired_and_in_standard_errors():

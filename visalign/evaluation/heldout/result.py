@@ -218,10 +218,12 @@ def joined(parts: Sequence[HeldoutResult]) -> HeldoutResult:
     starts = np.cumsum([0, *map(len, parts)])
     names = dict.fromkeys(name for part in parts for name in part.scores)
     with_images = [part for part in parts if len(part.images)] or parts
+    sources = [source for part in parts for source in part.sources or [""] * len(part)]
     indices = [part.image_index + start for part, start in zip(parts, starts[:-1], strict=True)]
     return replace(
         parts[0],
-        **{name: tuple(x for part in parts for x in getattr(part, name)) for name in _TEXTS},
+        **{name: tuple(x for part in parts for x in getattr(part, name)) for name in _TEXTS if name != "sources"},
+        sources=tuple(sources) if any(sources) else (),
         **{name: np.concatenate([getattr(part, name) for part in parts]) for name in _ARRAYS[:3]},
         scores={
             name: np.concatenate([part.scores.get(name, np.full(len(part), np.nan, np.float32)) for part in parts])

@@ -84,8 +84,7 @@ def sample_point(
     prompts: Sequence[Prompt] | None = None,
     after_call: Callable[[int], object] | None = None,
 ) -> Completions:
-    """Complete every record `samples` times at one grid point, and score the completions; those of a prompt
-    side by side.
+    """Complete every record `samples` times at one grid point, prompt by prompt, and score the completions.
 
     A completion's tokens are a function of (seed, point, prompt, number): neither the other points nor the other
     records change them, and different points draw different numbers. `prompts` take the place of the records' own;
@@ -111,15 +110,14 @@ def sample_point(
         if point.hinted:  # a judge does not see the hint
             rollout = replace(rollout, prompt=[record["prompt"] for record in metadata])
         scores = score_generated(rollout, metadata, partial(score_named, reward, name=reward.name))
+        pairs = zip(rollout.prompt, metadata, strict=True)
         value = scores.value.detach().float().cpu()
         valid = scores.valid.cpu() & value.isfinite()
         failures = [reason or "value not finite" for reason in scores.reason or ()]
         parts.append(
             Completions(
                 prompt=[i for i in index for _ in range(samples)],
-                completed_prompt=[
-                    None if p == r["prompt"] else p for p, r in zip(rollout.prompt, metadata, strict=True)
-                ],
+                completed_prompt=[None if p == record["prompt"] else p for p, record in pairs],
                 number=list(range(samples)) * len(index),
                 point=[point] * len(metadata),
                 text=list(rollout.text),
