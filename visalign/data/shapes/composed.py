@@ -34,7 +34,7 @@ def contained_prompts(first: Noun, relation: str | None, second: Noun) -> list[s
     if relation and color_a and color_b:
         pairs.append(((None, color_a, a), relation, (None, color_b, b)))
     colored = [phrase(noun) for noun in (first, second) if noun[1]]
-    return colored + [f"{phrase(one)} {word} {phrase(other)}" for one, word, other in pairs]
+    return colored + [f"{phrase(left)} {word} {phrase(right)}" for left, word, right in pairs]
 
 
 def composed_prompts(count: int, seed: int = 1) -> list[Record]:

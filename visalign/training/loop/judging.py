@@ -149,9 +149,9 @@ def check_failures(scores: Scores, valid: Tensor, limit: float, name: str) -> No
             warnings.warn(f"Reward {name!r} could not score samples, which are left out: {reason}", stacklevel=2)
         return
     reasons = "; ".join(f"{reason} ({count}×)" for reason, count in counts.most_common(3))
-    most = "not all" if limit == 1 else f"at most {limit:.0%}"
+    allowed = "not all" if limit == 1 else f"at most {limit:.0%}"
     raise RewardFailure(
-        f"reward {name!r} could not score {failed} of {len(valid)} samples; {most} may fail "
+        f"reward {name!r} could not score {failed} of {len(valid)} samples; {allowed} may fail "
         f"(rollout.max_failure_rate). Reasons: {reasons or 'value not finite'}. Fix the reward, or set "
         "rewards.allow_missing=true to do without those that fail; then continue with --resume."
     )
