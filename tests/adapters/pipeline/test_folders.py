@@ -65,10 +65,10 @@ def test_a_scale_that_is_set_later(name):
 
 def test_a_later_scale_has_its_negative_prompt_beside_the_image_to_edit():
     def look_at_image(pipe):
-        own = pipe.encode_prompt
+        encode_text = pipe.encode_prompt
 
         def encode_prompt(image, **kwargs):
-            return tuple(value if value is None else value + np.mean(image) for value in own(**kwargs))
+            return tuple(value if value is None else value + np.mean(image) for value in encode_text(**kwargs))
 
         pipe.encode_prompt = encode_prompt
 

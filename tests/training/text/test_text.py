@@ -214,8 +214,8 @@ def test_copos_answers_are_those_that_the_reward_reads(tmp_path):
     object.__setattr__(trainer.algorithm.parts.reward, "capabilities", first)
     experience = trainer.algorithm.collect(trainer.context).experience
     assert experience.trajectories.answer.tolist() == [answer_label(text[:1]) for text in experience.rollout.text]
-    told = replace(experience.rollout.rows(slice(1)), text=[ToolCompletion("4b", [(0, 1)])])  # a tool wrote the 4
-    labels: Any = answer_labels(trainer.algorithm.parts.reward, told, [{}])
+    with_tool = replace(experience.rollout.rows(slice(1)), text=[ToolCompletion("4b", [(0, 1)])])  # a tool wrote the 4
+    labels: Any = answer_labels(trainer.algorithm.parts.reward, with_tool, [{}])
     assert labels.tolist() == [answer_label("b")]
 
 
