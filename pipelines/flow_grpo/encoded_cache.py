@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from visalign.adapters.catalogue import has_two_halves
 from visalign.adapters.model_folder import INDEX, MODULAR_INDEX, local_folder, pipeline_index
 from visalign.adapters.pipeline.lora_files import has_encoder_layers, lora_file, parse_loras
 from visalign.adapters.pipeline.policy import PipelinePolicy
@@ -55,10 +56,10 @@ def open_prompts(config: FlowGRPOConfig, records: Records, device: str) -> Promp
 
 
 def added_guidance(config: FlowGRPOConfig) -> float | None:
-    """Return the largest scale besides the model's own, of evaluations or the reference; None without one."""
-    row = config.objective.regression
+    """Return the largest scale of evaluations or the reference that needs the negative prompt; None without one."""
+    row, model = config.objective.regression, config.model
     scales = config.evaluation.guidance, None if row is None else row.reference_guidance
-    return max((scale for scale in scales if scale is not None), default=None)
+    return max((s for s in scales if has_two_halves(model.described_by, model.adapter, s)), default=None)
 
 
 def fill_prompts(policy: Any, cache: PromptCache, accelerator: Any, guidance: float | None = None) -> str:

@@ -98,7 +98,10 @@ def test_a_guided_reference_has_its_negative_prompt(tmp_path):
     changes = "objective.changes={kl: 0.1, reference_guidance: 3}"
     plain = _config(_model("sd15", tmp_path / "model"), _images(tmp_path / "set"), changes)
     run(plain, tmp_path / "plain")
-    run(replace(plain, data=replace(plain.data, cache=f"{tmp_path}/cache")), tmp_path / "cached")
+    cached = replace(plain, data=replace(plain.data, cache=f"{tmp_path}/cache"))
+    unguided = replace(cached.objective, changes={"kl": 0.1, "reference_guidance": 1.0})
+    run(replace(cached, objective=unguided), tmp_path / "unguided")  # fills the cache without a negative prompt
+    run(cached, tmp_path / "cached")
     assert _losses(tmp_path / "plain") == _losses(tmp_path / "cached")
 
 
