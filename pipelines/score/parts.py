@@ -157,7 +157,7 @@ def _read_rows(path: Path, options: ScoringOptions) -> Iterator[tuple[int, Row, 
     columns = None
     if path.suffix.lower() == ".parquet":  # whose further columns may be large
         names = usual_names(dict.fromkeys(parquet_schema(path).names), options.names, is_judged=False)
-        columns = [names.get(name, name) for name in ("image", "prompt", "metadata", "source")]
+        columns = [names.get(name, name) for name in ("image", "prompt", "metadata", "record", "source")]
     yield from ((number, row, None) for number, row in read_rows(path, columns=columns))
 
 

@@ -85,8 +85,10 @@ def test_rows_are_those_of_the_local_engine_with_reasons_for_the_rest(data: Path
     assert broken.reason == "'prompt' is missing, needed is a text." and broken.image.endswith("a.parquet#4")
     written = pyarrow.parquet.read_table("tables/a.parquet").to_pylist()
     written[3]["prompt"] = "wall 3"
+    written = [row | {"record": {"answer": number}} for number, row in enumerate(written)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(written), "tables/a.parquet")
     local = image_rows([data / "tables/a.parquet"])
+    assert [row.metadata for row in read_part(table, OPTIONS)] == [row.metadata for row in local]
     local.pop(3)
     assert [(row.image, row.prompt) for row in rows] == [(row.image, row.prompt) for row in local]
     reward = {"saturation": load_reward("saturation")}
