@@ -22,6 +22,7 @@ from visalign.model_files import read_object
 from visalign.pipelines.sample.job import TABLE, write_lines
 from visalign.pipelines.score.log import score_key
 from visalign.pipelines.score.provenance import domain_note, provenance, reward_identity
+from visalign.pipelines.score.score import check_batch_size
 from visalign.pipelines.shared.run_folder import pretty, write_once
 from visalign.training.loop.checkpoint import check_same_config
 
@@ -51,6 +52,8 @@ def run_bench(
     if len(folders) < len(sides):
         remedy = "" if "images" in sides[0].facts else ", or add ,name=NAME"
         raise UserError(f"Two have one name: {', '.join(s.label for s in sides)}. Leave one out{remedy}.")
+    for name, reward in rewards.items():
+        check_batch_size(name, reward, len(sides[0].rows), part_size)
     rank, started = int(os.environ.get("RANK", "0")), time.perf_counter()
     facts: dict[str, Any] = {"sides": {side.label: side.facts for side in sides}, "part_size": part_size}
     keys = [record_key(row.metadata or {"prompt": row.prompt}) for row in sides[0].rows]

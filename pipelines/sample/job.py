@@ -367,8 +367,7 @@ class _Sampler:
 
     def _latents(self, condition: Condition, seeds: Sequence[int], judge: _Judge) -> Iterator[tuple[slice, Tensor]]:
         """Yield (rows, their final latents), batch by batch; where a reward compares the draws, all together."""
-        capabilities = [reward.capabilities for reward in judge.rewards.values()]
-        compares = any(needs.needs_group or needs.needs_batch for needs in capabilities)
+        compares = any(reward.capabilities.compares_samples for reward in judge.rewards.values())
         size = len(seeds) if compares else self.settings.batch_size
         parts = [slice(first, min(first + size, len(seeds))) for first in range(0, len(seeds), size)]
         if self.settings.resample_after or isinstance(self.settings.search, PathSearch):  # the draws of a seed meet

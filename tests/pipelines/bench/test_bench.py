@@ -23,8 +23,9 @@ from visalign.errors import UserError
 from visalign.evaluation.heldout.images import evaluate
 from visalign.evaluation.heldout.result import load_heldout
 from visalign.evaluation.pages.bench_page import file_tables
-from visalign.interfaces import Metadata
+from visalign.interfaces import Metadata, RewardCapabilities
 from visalign.pipelines.bench import sides
+from visalign.pipelines.bench.job import run_bench
 from visalign.pipelines.bench.result import bench_record
 from visalign.pipelines.bench.sides import Side
 from visalign.pipelines.bench.suites import load_suite
@@ -326,6 +327,10 @@ def test_tables_pair_by_text_seeds_and_by_the_images_that_a_prompt_edits(tmp_pat
     assert run("--images", *tables, "-r", "brightness", "-o", tmp_path / "out").exit_code == 0
     result = numbers(tmp_path / "out")
     assert (result["prompts"], result["pairs"][0]["ties"], [*result["pairs"][0]["by_category"]]) == (2, 4, ["0", "1"])
+    compares, scoring = load_reward("brightness"), {"rewards": {}, "correctness": None}
+    compares.capabilities = RewardCapabilities(needs_batch=True)
+    with pytest.raises(UserError, match="4 are more than one batch of 3"):
+        run_bench(sides.folder_sides([*map(str, tables)], None, scoring), None, {"b": compares}, tmp_path, part_size=3)
     cells = [(tmp_path / "1.png").read_bytes(), b"no image"]
     pyarrow.parquet.write_table(pyarrow.table({"image": cells, "prompt": ["a", "b"]}), tmp_path / "a.parquet")
     (tmp_path / "b.csv").write_text("image,prompt\n0.png,a\n0.png,b")
