@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from visalign.errors import UserError
-from visalign.evaluation.heldout.correctness import finite_scores, verdict
+from visalign.evaluation.heldout.correctness import verdict
 from visalign.evaluation.pages.report import summary_json
 from visalign.evaluation.statistics import two_policies
 from visalign.evaluation.statistics.diversity import starc_distance, support_metrics
@@ -132,16 +132,16 @@ class _Scorer:
         records = [record for record in self.records for _ in range(samples)]
         rewards = self.rewards.items()
         scores = {label: score_named(reward, texts, prompts, records, name=label) for label, reward in rewards}
-        total = self.reward.score(texts, prompts, records)
+        total = score_named(self.reward, texts, prompts, records, name=self.reward.name)
         correct, right = total, torch.full((len(texts),), torch.nan, dtype=torch.float64)
         if self.right_at is not None:
             sign = 1 if self.reward.higher_is_better else -1
             is_right = (sign * total.value.cpu() >= sign * self.right_at).double()
-            right = torch.where(finite_scores(total), is_right, torch.nan)
+            right = torch.where(total.valid.cpu(), is_right, torch.nan)
         elif self.correctness is not None:
             correct = scores[self.correctness]
             is_right = verdict(self.correctness, self.rewards[self.correctness], correct).double()
-            right = torch.where(finite_scores(correct), is_right, torch.nan)
+            right = torch.where(correct.valid.cpu(), is_right, torch.nan)
 
         def table(values: Tensor) -> Tensor:
             return torch.where(rollout.generated, values, torch.nan).reshape(-1, samples)
@@ -157,7 +157,7 @@ class _Scorer:
 
 def _value(scores: Scores) -> Tensor:
     """[B] float64, NaN where the reward failed."""
-    return torch.where(finite_scores(scores), scores.value.cpu().double(), torch.nan)
+    return scores.value.cpu().double()
 
 
 def _config(run: Path) -> Any:

@@ -85,11 +85,6 @@ def record_tags(records: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     return tuple(str(next(value for value in values if value is not None)) for values in fields)
 
 
-def finite_scores(scores: Scores) -> Tensor:
-    """Return a mask [B] of the finite, valid scores."""
-    return scores.valid.cpu() & scores.value.detach().cpu().isfinite()
-
-
 def verdict(name: str, reward: Any, scores: Scores) -> Tensor:
     """Return the verdicts [B]: the part `correct`; else True for the best value of the range (0, 1)."""
     if not scores.valid.any():

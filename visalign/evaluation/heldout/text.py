@@ -19,7 +19,7 @@ from visalign.text import Sampling, StoppingCriteria, TextPolicy, TextRollout
 from visalign.text.messages import prompt_text
 from visalign.text.tool_calls import score_generated
 
-from .correctness import Tally, check_evaluation, finite_scores, record_tags, verdict
+from .correctness import Tally, check_evaluation, record_tags, verdict
 from .result import ENTROPY, LENGTH, HeldoutResult
 
 GREEDY, ANY = "greedy", "any_of_samples"
@@ -116,7 +116,7 @@ def _greedy(
         )
     scores = _score(judge.name, judge, rollout, records)
     right = verdict(judge.name, judge, scores).float()
-    return torch.where(finite_scores(scores), right, torch.nan).numpy()
+    return torch.where(scores.valid.cpu(), right, torch.nan).numpy()
 
 
 def check_text_judge(name: str, reward: TextReward, record: Mapping[str, Any]) -> None:
