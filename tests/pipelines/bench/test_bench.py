@@ -327,7 +327,8 @@ def test_tables_pair_by_text_seeds_and_by_the_images_that_a_prompt_edits(tmp_pat
     assert run("--images", *tables, "-r", "brightness", "-o", tmp_path / "out").exit_code == 0
     result = numbers(tmp_path / "out")
     assert (result["prompts"], result["pairs"][0]["ties"], [*result["pairs"][0]["by_category"]]) == (2, 4, ["0", "1"])
-    compares, scoring = load_reward("brightness"), {"rewards": {}, "correctness": None}
+    compares: Any = load_reward("brightness")
+    scoring: dict[str, Any] = {"rewards": {}, "correctness": None}
     compares.capabilities = RewardCapabilities(needs_batch=True)
     with pytest.raises(UserError, match="4 are more than one batch of 3"):
         run_bench(sides.folder_sides([*map(str, tables)], None, scoring), None, {"b": compares}, tmp_path, part_size=3)
