@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -175,9 +176,13 @@ class RewardCapabilities:
 
 
 def is_logit(unit: str) -> bool:
-    """Return True for a Bradley-Terry unit, in which a difference of 1 is odds of e; "logit / 26" is none."""
-    words = ("bradley-terry", "log-odds", "logit")
-    return any(word in unit.lower() for word in words) and " / " not in unit and not unit.startswith("mixed")
+    """Return True for a Bradley-Terry unit, in which a difference of 1 is odds of e.
+
+    >>> is_logit("logit / 26"), is_logit("log-odds (yes / no)")
+    (False, True)
+    """
+    is_scaled = unit.startswith("mixed") or re.search(r"/ \d", unit) is not None
+    return not is_scaled and any(word in unit.lower() for word in ("bradley-terry", "log-odds", "logit"))
 
 
 def with_capabilities(reward: Any) -> Any:
