@@ -107,8 +107,9 @@ def test_each_kind_is_read_as_it_was_measured(inputs: Path, tmp_path: Path, over
     assert math.isfinite(summary["after"]["accuracy"]) and summary["updates"] == 8
     assert ("srcc" in summary["after"]) == (built.objective.task == "bce")
     if built.objective.task == "bce":
-        rows = [(r["prompt"], *pair) for r in read_rankings(built)[1] for pair in zip(r["completions"], r["scores"])]
-        prompts, completions, scores = zip(*rows, strict=True)
+        rankings = read_rankings(built)[1]
+        pairs = [pair for r in rankings for pair in zip(r["completions"], r["scores"], strict=True)]
+        (completions, scores), prompts = zip(*pairs, strict=True), [r["prompt"] for r in rankings for _ in r["scores"]]
         judge = load_text_reward("reward_model", model=tmp_path / "run/judge")
         error = judge.score(completions, prompts).value.sigmoid() - torch.tensor(scores)
         assert summary["after"]["mae"] == pytest.approx(float(error.abs().mean()), abs=1e-4)
