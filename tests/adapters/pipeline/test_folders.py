@@ -83,7 +83,8 @@ def test_a_later_scale_has_its_negative_prompt_beside_the_image_to_edit():
 
 def test_the_negative_prompt_is_encoded_without_autocast(folders):
     options = {"guidance": 3.0, "autocast": torch.bfloat16, "image_size": SIZES["sd15"]}
-    early, late = (load_policy(folders["sd15"], **options) for _ in range(2))
+    policies: list[Any] = [load_policy(folders["sd15"], **options) for _ in range(2)]
+    early, late = policies
     early.encode_negative()
     x, sigma = torch.randn(1, *late.latent_shape), torch.tensor([0.5])
     with torch.no_grad():

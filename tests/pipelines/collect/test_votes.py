@@ -156,7 +156,7 @@ class Halting:
 
     def compare(self, left, right, prompts, metadata=None):
         """The first pair fails; in the others the left is better by its place alone."""
-        self.records = metadata
+        self.records = list(metadata or [])
         valid = torch.tensor([prompt != "p0" for prompt in prompts])
         prob = torch.where(valid, 1.0, math.nan)  # a certain answer is bounded and averaged as well
         return Preferences(prob=prob, valid=valid, reason=[None if ok else "too dark" for ok in valid.tolist()])

@@ -116,7 +116,7 @@ def test_links_and_references_are_part_of_an_identity() -> None:
     reward = Known()
     pairs = [as_pairwise(reward, link=link) for link in ("logistic", "normal")]
     assert Known.calls == 0
-    identities = [pair.identity for pair in pairs]  # type: ignore[attr-defined]
+    identities: list[Any] = [pair.identity for pair in pairs]  # type: ignore[attr-defined]
     assert identities[0].differences(identities[1]) == ["options"] and identities[0] != reward.identity
 
     class Pairs(BrightnessPairs):
