@@ -38,7 +38,9 @@ class TextPolicy(Protocol):
     """Language model that the algorithms train."""
 
     @property
-    def module(self) -> torch.nn.Module: ...
+    def module(self) -> torch.nn.Module:
+        """Trained network."""
+        ...
 
     @property
     def device(self) -> torch.device: ...
