@@ -41,7 +41,7 @@ def probe_reward(
     from visalign.pipelines.probe.job import probes_for, write_probe
     from visalign.pipelines.probe.reference import read_reference, shapes_reference_set, task_reference_set
     from visalign.pipelines.score.image_rows import image_rows
-    from visalign.pipelines.shared.reward_options import load_each
+    from visalign.pipelines.shared.reward_options import load_each, need_prompts
     from visalign.pipelines.shared.run_folder import check_run_folder
     from visalign.rewards.text.completions import CompletionPairs, CompletionScores, load_any_judge
 
@@ -51,7 +51,8 @@ def probe_reward(
         judge = load_each([reward], options or [], load_any_judge, device)[reward]
     probes = probes_for(judge, only)
     if reference:
-        images = read_reference(", ".join(map(str, reference)), image_rows(reference, prompt)[:count])
+        rows = image_rows(reference, prompt, needs_prompt=need_prompts({reward: judge}))
+        images = read_reference(", ".join(map(str, reference)), rows[:count])
     else:
         of_texts = isinstance(judge, CompletionScores | CompletionPairs)
         images = (task_reference_set if of_texts else shapes_reference_set)(count, seed=seed)

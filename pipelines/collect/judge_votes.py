@@ -7,7 +7,7 @@ from typing import Any
 
 from visalign.data.sets.image_references import resolve_image
 from visalign.errors import UserError
-from visalign.interfaces import PairwiseReward, PointwiseReward
+from visalign.interfaces import PairwiseReward, PointwiseReward, with_capabilities
 from visalign.pipelines.score.image_rows import record_metadata
 from visalign.rewards.pairs.as_pairwise import as_pairwise
 from visalign.rewards.pairs.asking import read_preferences
@@ -23,6 +23,8 @@ def judge_votes(
     """Have a judge answer all pairs that it has not answered; return the number of votes, and why others have none."""
     if not store.is_pairs:
         raise UserError("A judge votes on pairs, and this file has single images or groups. Use visalign score.")
+    if with_capabilities(judge).capabilities.compares_samples:
+        batch_size = 1  # a vote is on the pair alone
     compare = (as_pairwise(judge) if isinstance(judge, PointwiseReward) else judge).compare
     answered = {vote.task for vote in store.votes() if vote.annotator == name}
     remaining = [task for task in store.tasks if task not in answered]

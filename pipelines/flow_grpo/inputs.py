@@ -93,7 +93,7 @@ def prepare(config: FlowGRPOConfig, world: int, device: str | None = None) -> In
     rewards: dict[str, Any] = {
         label: judge
         for label, judge in pointwise_only(judges, needed=evaluation.rewards).items()
-        if not (judge.capabilities.needs_group or judge.capabilities.discriminators or terms[label].references)
+        if not (judge.capabilities.compares_samples or judge.capabilities.discriminators or terms[label].references)
     }
     refuse(_unscored(evaluation, [label for label in terms if label not in rewards]))
     if not rewards:

@@ -21,6 +21,7 @@ from visalign.evaluation.probes.catalogue import PAIR_PROBES, PROBES, Probe, exa
 from visalign.evaluation.probes.text_catalogue import TEXT_PAIR_PROBES, TEXT_PROBES
 from visalign.interfaces import PairwiseReward, PointwiseReward
 from visalign.pipelines.score.provenance import reward_identity
+from visalign.pipelines.score.score import check_batch_size
 from visalign.pipelines.shared.run_folder import pretty
 from visalign.rewards.text.completions import CompletionPairs, CompletionScores
 
@@ -57,6 +58,8 @@ def probe_reward(
     started = time.perf_counter()
     probes = probes_for(judge) if probes is None else probes
     is_pointwise = isinstance(judge, PointwiseReward)
+    if is_pointwise:
+        check_batch_size(judge.name, judge, len(reference.samples), batch_size)
     runner = (ScoreRunner if is_pointwise else PairRunner)(judge, reference, batch_size)  # type: ignore[arg-type]
     reports = []
     for index, probe in enumerate(probes):

@@ -109,6 +109,7 @@ def normalise_latex(text: str) -> str:
     for sign in ("−", "–"):
         answer = answer.replace(sign, "-")
     answer = re.sub(r"\\[dtc]frac", r"\\frac", answer.replace("{,}", ",").replace("°", r"^\circ"))
+    answer = answer.replace(r"\varnothing", r"\emptyset")
     answer = re.sub(r"\s(?:or|and)\s", ",", answer)
     answer = re.sub(r"(\\[A-Za-z]+)\s+(?=[A-Za-z])", "\\1\0", answer)  # \pi r is not \pir
     # blanks between digits stay unless they group three digits: "1 2" is not 12

@@ -21,7 +21,7 @@ from visalign.data.sets.sources import load_preferences, load_quality
 from visalign.errors import UserError
 from visalign.evaluation.pages.votes_page import file_tables, models_line, votes_page
 from visalign.evaluation.rewards.judged_pairs import IntervalSettings
-from visalign.interfaces import Preferences
+from visalign.interfaces import Preferences, RewardCapabilities
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.collect.judge_votes import judge_votes
 from visalign.pipelines.collect.store import Plan, VoteStore
@@ -142,13 +142,17 @@ def test_judges_vote_under_their_own_names_and_go_on(tmp_path):
     store = made(tmp_path)
     assert judge_votes(store, Brightness(), "bright", batch_size=3) == (8, [])
     assert judge_votes(store, Brightness(), "bright") == (0, [])
+    ranks = Brightness()
+    ranks.capabilities = RewardCapabilities(needs_batch=True)
+    assert judge_votes(store, ranks, "ranks") == (8, []) and ranks.most == 2, "a vote is on the pair alone"
     judge_votes(store, BrightnessPairs(), "pairs")
     vote_all(store, "a", lambda task: {"choice": "right"})
     votes = select_votes(store)
     assert {v.answer["choice"] for v in votes if v.is_judge} == {"right"}
     summary = report(store, votes, SETTINGS)
-    assert (summary["people"], summary["judges"]) == (1, 2)
-    assert [row["votes"] for row in export_rows(store, select_votes(store, ["bright", "pairs"]))] == [[0, 1, 0]] * 8
+    assert (summary["people"], summary["judges"]) == (1, 3)
+    of_people = select_votes(store, ["bright", "ranks", "pairs"])
+    assert [row["votes"] for row in export_rows(store, of_people)] == [[0, 1, 0]] * 8
 
 
 class Halting:

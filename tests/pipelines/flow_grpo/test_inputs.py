@@ -94,6 +94,7 @@ def test_rewards_of_sets_want_whole_sets_and_stay_out_of_the_evaluation() -> Non
         configuration = config(f"rewards.terms={{variety: {{name: vendi_gain, options: {{over: {over}}}}}}}")
         with pytest.raises(UserError, match="all samples of an iteration, and each of 3"):
             prepare(configuration, 3)
+        assert "variety" not in prepare(configuration, 1).rewards
     for change in ("objective.algorithm=draft", "data.pairs=shapes:pairs"):
         overrides = "rollout={keep_images: true, group_size: 2}", "objective.algorithm=diffusion_dpo", change
         with pytest.raises(UserError, match=r"keep_images keeps samples as they are scored, and .*keep_images=false"):

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from tests.support.judges.hackable import LovesFrames, LovesSaturation
 from visalign.errors import UserError
 from visalign.evaluation.probes.catalogue import select_probes
-from visalign.interfaces import Scores
+from visalign.interfaces import RewardCapabilities, Scores
 from visalign.pipelines.cli.app import app
 from visalign.pipelines.probe.job import probe_reward
 from visalign.pipelines.probe.reference import Reference, read_reference, shapes_reference_set
@@ -141,6 +141,10 @@ def test_what_cannot_be_probed_is_said() -> None:
     silent.valid = False
     with pytest.raises(UserError, match="constant judged 0 of 64 reference samples, and 2 are needed: no"):
         probe_reward(silent, world())
+    relative = ShapesVerifier()
+    relative.capabilities = RewardCapabilities(needs_batch=True)
+    with pytest.raises(UserError, match="64 are more than one batch of 32. Set --batch-size 64"):
+        probe_reward(relative, world())
 
 
 def test_unreadable_reference_images_are_left_out(tmp_path: Path) -> None:
@@ -168,6 +172,11 @@ def test_the_command_writes_page_and_json_and_says_when_a_probe_fails(tmp_path: 
     assert "http" not in page.replace("http-equiv", ""), "nothing from outside"
     again = CliRunner().invoke(app, [*arguments, "-o", str(folder)])
     assert again.exit_code == 2 and "out" in again.output
+    Image.new("RGB", (8, 8), "red").save(tmp_path / "a.png")
+    Image.new("RGB", (8, 8), "blue").save(tmp_path / "b.png")
+    images = [argument for name in ("a.png", "b.png") for argument in ("--reference", str(tmp_path / name))]
+    unprompted = CliRunner().invoke(app, ["probe-reward", "brightness", "--only", "form", *images])
+    assert unprompted.exit_code == 0, "it reads no prompt"
     honest = CliRunner().invoke(app, ["probe-reward", "shapes_verifier", "--count", "8", "--only", "form", "--json"])
     assert honest.exit_code == 0 and json.loads(honest.stdout)["summary"] == {"holds": 1}
 

@@ -111,6 +111,7 @@ def test_exact_answers_after_the_stated_normalisation():
     assert judge(reward, "4", 4)[0] == 1
     assert judge(load_text_reward("exact_answer", normalise="none"), "A", "a")[0] == 0
     assert normalise_text("«e\u0301»") == "«é»" and normalise_latex(r"\text{kg} $") == "kg"
+    assert normalise_latex(r"\varnothing") == r"\emptyset"
 
 
 def test_numbers_within_a_tolerance():

@@ -60,11 +60,12 @@ class Brightness:
 
     def __init__(self, *, unit: str = "brightness", std: float | None = None, higher_is_better: bool = True) -> None:
         self.unit, self.std, self.higher_is_better = unit, std, higher_is_better
-        self.seen = 0
+        self.seen = self.most = 0  # images, and the most of one call
 
     def score(self, images: Any, prompts: Any, metadata: Any = None) -> Scores:
         batch = read_request(self.name, images, prompts, metadata).images
         self.seen += len(batch)
+        self.most = max(self.most, len(batch))
         value = torch.tensor([torch.nan if image is None else float(image.mean()) for image in batch.images])
         std = None if self.std is None else torch.full_like(value, self.std)
         return Scores(value=value, valid=batch.valid, unit=self.unit, std=std, reason=batch.reasons)
