@@ -18,6 +18,7 @@ from visalign.locks import LOCK, FolderInUseError, check_unlocked
 from visalign.model_files import read_object
 from visalign.pipelines.serve_reward import check_port_free
 from visalign.pipelines.shared.grids import FOLDER as SAMPLES
+from visalign.pipelines.shared.learning_rate import FOLDER as RATES
 from visalign.pipelines.shared.run_folder import END, resume_command
 from visalign.training.loop.metrics import read_metrics
 
@@ -40,6 +41,8 @@ def run_state(folder: Path) -> State:
     if not config.is_file():
         if (folder / "metrics.jsonl").is_file():
             return State("unknown", "The folder has no config.yaml, so only its metrics are shown.")
+        if (folder / RATES).is_dir():
+            return State("waiting", f"Learning rates are compared by short runs in {folder / RATES}.")
         start = shlex.join(["visalign", "train", "CONFIG", "--output", str(folder)])
         return State("waiting", f"No run has begun here. Start it: {start}. This page shows it when it begins.")
     # a run that is resumed with more iterations has its earlier summary, too

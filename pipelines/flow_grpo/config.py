@@ -129,7 +129,7 @@ class DataConfig:
     images: str | None = None
     """Learn from images with captions in place of samples (objective.algorithm=sft): a folder (cat.png, cat.txt), a
     table with image and prompt, a folder of Parquet or WebDataset tar files, or shapes:images. Each image is trained
-    at the nearest shape of rollout.image_sizes. Then data.train and rewards are unused."""
+    at the nearest shape, then area, of rollout.image_sizes. Then data.train and rewards are unused."""
     images_size: Records | None = None
     """At most so many of data.images; null: all, and 2,000 of shapes:images."""
     cache: str | None = None

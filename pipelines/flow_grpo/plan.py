@@ -68,7 +68,9 @@ def _arithmetic(config: FlowGRPOConfig) -> tuple[dict[str, Any], Inputs]:
     few_step = config.objective.few_step  # the updates of critic, surrogate and student count by themselves
     roles = 1 if few_step is None else few_step.critic_updates + len(few_step.roles)
     pairs_per_update = pairs / optimizer.updates_per_iteration / roles
-    updates = config.objective.epochs * optimizer.updates_per_iteration * roles
+    updates_of_role = config.objective.epochs * optimizer.updates_per_iteration
+    warmup = 0 if few_step is None else few_step.warmup  # iterations in which the student waits
+    updates = updates_of_role * roles
     during = len(evenly_spaced(inputs.heldout, evaluation.prompts_on_the_way))
     evaluations = iterations // evaluation.every if evaluation.every else 0
     groups: dict[str, Any] = {
@@ -84,7 +86,7 @@ def _arithmetic(config: FlowGRPOConfig) -> tuple[dict[str, Any], Inputs]:
             "iterations": iterations,
             "images": images * rounds * iterations,
             **({"reference_images": references} if references else {}),
-            "updates": updates * iterations,
+            "updates": updates * iterations - updates_of_role * warmup,
         },
         "cost": {
             "forward_equivalents_per_image": planned_cost(

@@ -86,23 +86,24 @@ def read_captioned(
     source: str, edits: Edits, limit: int | None, sizes: Sequence[Any] | None, names: Mapping[str, str]
 ) -> tuple[Records, tuple[str, ...]]:
     """Read the images with captions of `data.images`, each the only candidate of its record, and notes on those left
-    out. Each image is decoded once. With `sizes` a record's "bucket" is the number of the size of the nearest shape.
+    out. Each image is decoded once. With `sizes` a record's "bucket" is the number of the size of the nearest shape, of equal shapes of the nearest area.
     """
-    shapes = [math.log(size[0] / size[1]) if isinstance(size, list | tuple) else 0.0 for size in sizes or [1]]
+    sides = [size if isinstance(size, list | tuple) else (size, size) for size in sizes or []]
     records: list[dict[str, Any]] = []
     left_out: list[str] = []
     with name_key("data.images"):
         rows = list(islice(_captioned_rows(source, limit, names), limit))
         with ThreadPoolExecutor() as pool:
-            read = list(pool.map(_shape, rows))
-        for row, (shape, reason) in zip(rows, read, strict=True):
+            read = list(pool.map(_size, rows))
+        for row, ((height, width), reason) in zip(rows, read, strict=True):
             if reason is not None:
                 left_out.append(f"{row.image} ({reason})")
                 continue
             candidate = {"image": row.image, "preference": 1.0, "where": f"'{source}'"}
             record: dict[str, Any] = {"prompt": row.prompt, "tag": "", "candidates": [candidate]}
             if sizes:
-                record["bucket"] = min(range(len(shapes)), key=lambda i: abs(shapes[i] - shape))
+                apart = [(math.log(h * width / (w * height)), math.log(h * w / (height * width))) for h, w in sides]
+                record["bucket"] = min(range(len(sides)), key=lambda i: [*map(abs, apart[i])])
             if edits != "none" and (edited := source_of({"metadata": row.metadata})) is not None:
                 record["source"] = edited
             records.append(record)
@@ -167,12 +168,12 @@ def _unread_table(folder: Path) -> str:
     return ""
 
 
-def _shape(row: ImageRow) -> tuple[float, str | None]:
-    """Return (log of height over width as shown, None) of a row's image, or why it cannot be learnt."""
+def _size(row: ImageRow) -> tuple[tuple[int, int], str | None]:
+    """Return ((height, width) as shown, None) of a row's image, or why it cannot be learnt."""
     if row.reason or not row.prompt.strip():
-        return 0.0, (row.reason or "it has no caption").rstrip(".")
+        return (1, 1), (row.reason or "it has no caption").rstrip(".")
     if row.image.startswith(SHAPES):  # drawn when they are learnt, and square
-        return 0.0, None
+        return (1, 1), None
     try:
         content = resolve_image(row.image)
         with Image.open(content) if isinstance(content, str) else content as opened:
@@ -183,8 +184,8 @@ def _shape(row: ImageRow) -> tuple[float, str | None]:
             is_special = opened.mode[0] in "IF" or width * height > pixel_limit()  # `read_images` may refuse it
             reason = load_images([opened]).reasons[0] if is_special else None
     except (UserError, *DECODING_ERRORS) as error:
-        return 0.0, str(error).rstrip(".")
-    return math.log(width / height if turned else height / width), reason
+        return (1, 1), str(error).rstrip(".")
+    return (width, height) if turned else (height, width), reason
 
 
 def _pairs(source_set: PreferenceSet, edits: Edits) -> tuple[list[dict[str, Any]], list[str]]:

@@ -53,6 +53,8 @@ def test_metrics_alone_are_shown(tmp_path):
     (run / "config.yaml").unlink()
     page = watch.build_page([run])
     assert "has no config.yaml, so only its metrics are shown" in page and ">1.0</text>" not in page
+    (tmp_path / "search" / "learning_rate").mkdir(parents=True)
+    assert "Learning rates are compared" in watch.build_page([tmp_path / "search"])
 
 
 @pytest.mark.parametrize(

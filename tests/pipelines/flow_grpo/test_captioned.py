@@ -87,6 +87,8 @@ def test_images_and_captions_are_read_with_their_buckets(tmp_path, kind: str):
     records, notes = read_captioned(str(path), "none", None, [(32, 64), 32, (64, 32)], names)
     buckets = {record["prompt"].split()[1]: record["bucket"] for record in records}
     assert buckets == {"wide": 0, "square": 1, "also": 1, "tall": 2}
+    twice, _ = read_captioned(str(path), "none", None, [(24, 24), (64, 64), (46, 46)], names)
+    assert {r["prompt"].split()[1]: r["bucket"] for r in twice} == dict.fromkeys(SIZES, 2), "the nearest area"
     for record in records:
         (image,) = read_images([record["candidates"][0]["image"]], "a test")
         assert tuple(image.shape[:0:-1]) == SIZES[record["prompt"].split()[1]]

@@ -115,6 +115,14 @@ def test_planned_forward_equivalents_are_counted_ones(folders, tmp_path, changes
         assert counted == pytest.approx(planned["per_iteration"], rel=1e-12)
 
 
+def test_updates_of_a_student_that_waits_are_not_planned(folders):
+    def updates(warmup: int) -> int:
+        changes = f"objective={{algorithm: dmd2, changes: {{warmup: {warmup}}}}}"
+        return estimate(configured(folders, "sd3", changes))["batch"]["updates"]
+
+    assert updates(0) - updates(1) == 2
+
+
 @pytest.mark.parametrize("model", ["sd3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sd15", "flux"))])
 def test_stored_references_are_counted(folders, model):
     """Two prompts with one image each of three drawn, uint8."""
