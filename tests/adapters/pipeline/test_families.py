@@ -261,6 +261,15 @@ def test_the_contract(name, tmp_path):
     assert float((images - own_images(name, policy, noise, "pt", pipe=loaded)).abs().max()) <= 5e-5
 
 
+@pytest.mark.parametrize("name", ONE_OF_EACH_KIND)
+def test_all_weights_are_trained_without_an_adapter(name):
+    policy = tiny_policy(name, lora=None)
+    x, condition = torch.randn(1, *policy.latent_shape), policy.encode(tiny_prompts(name, PROMPTS[:1]))
+    policy.velocity(x, torch.tensor([0.5]), condition).square().mean().backward()
+    reached = [weight.grad for _, weight in policy.trainable_parameters() if weight.grad is not None]
+    assert len(reached) > 10 and all(grad.isfinite().all() for grad in reached)  # one expert of two, of Wan
+
+
 @pytest.mark.parametrize("name", ["sd15", "flux", "kandinsky5_image", "wan", "flux3"])
 def test_another_size_is_as_if_built_with_it(name):
     policy = tiny_policy(name)

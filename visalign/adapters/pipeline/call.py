@@ -71,6 +71,9 @@ class PipelineCall:
         self._prepares = inspect.signature(pipe.prepare_latents)
         self._prepare, pipe.prepare_latents = pipe.prepare_latents, self._prepared
         self._own_encode_prompt, pipe.encode_prompt = pipe.encode_prompt, self._encoded
+        if conditioned := [net for net in self.networks.values() if getattr(net.config, "visual_cond", False)]:
+            # Kandinsky 5's pipeline writes into the latents whose gradient the first layer's weights need
+            conditioned[0].visual_embeddings.register_forward_pre_hook(lambda _, inputs: (inputs[0].clone(),))
         self._returned: list[tuple[Any, ...]] = []
         self._blank = Source((Image.new("RGB", (64, 64), "white"),)) if self.family.source == "needed" else None
         if self.family.source != "none":
