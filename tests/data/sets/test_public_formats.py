@@ -213,6 +213,15 @@ def test_what_is_exported_is_read_again(tmp_path, write, answer):
     assert ours == [{**data, **answer}] * 2 and len({row["annotator"] for row in rows}) == 2
 
 
+def test_short_exports_keep_answers_in_words_of_ones_own(tmp_path):
+    row = {"prompt": "p", "image_left": "a.png", "annotator": 1, "annotation_id": 1}
+    words = ("Left is better", "tie")
+    rows = [{**row, "image_right": f"{i}.png", "choice": word} for i, word in enumerate(words)]
+    columns = Columns(labels="Left is better=left,tie=tie")
+    loaded = load_preferences(save(tmp_path / "a.json", rows), columns=columns)
+    assert [pair.label for pair in loaded.pairs] == [1.0, 0.5]
+
+
 def test_a_note_on_a_region_is_not_its_annotator(tmp_path):
     note = {"from_name": "box", "value": {"rectanglelabels": ["fault"]}, "meta": {"text": ["blurry"]}}
     choice = {"from_name": "label", "value": {"choices": ["left"]}}

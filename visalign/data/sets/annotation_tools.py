@@ -38,7 +38,7 @@ def split_annotations(path: Path, rows: Iterable[tuple[int, Row]]) -> Iterator[t
         data, annotations = task
         tasks += 1
         for annotator, answers in annotations:
-            if answers:
+            if answers or "annotation_id" in row:  # an answer in other words is a column as it is
                 answered += 1
                 yield number, {**_name_images(data), **_name_answers(answers), "annotator": str(annotator)}
     if tasks and not answered:
