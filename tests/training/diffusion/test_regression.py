@@ -125,26 +125,36 @@ def test_fewer_groups_than_updates_get_new_noise_in_each_epoch(tmp_path):
     assert [step.epoch for step in trainer.algorithm.prepare(experience, trainer.context)] == [0, 0, 1, 1, 2, 2]
 
 
-def test_samples_that_say_nothing_have_no_gradient_and_stay_in_the_denominator(tmp_path):
+@pytest.mark.parametrize(
+    ("algorithm", "changes"),
+    [("diffusion_nft_closed", {}), ("group_covariance", {}), ("dgpo", {}), ("dgpo", {"kl": 0.1})],
+)
+def test_samples_that_say_nothing_have_no_gradient_and_stay_in_the_denominator(algorithm, changes, tmp_path):
+    """A sample of the mean reward has one where the loss is the group's direction, and each has the KL term's."""
     policy = ToyPolicy(torch.float64)
     trainer = toy_trainer(
         tmp_path,
         policy=policy,
         reward=_Partly(),
-        objective={"algorithm": "diffusion_nft_closed"},
+        objective={"algorithm": algorithm, "changes": changes},
         optimizer={"updates_per_iteration": 1},
     )
+    with torch.no_grad():
+        policy.net.shift.normal_(generator=torch.Generator().manual_seed(1)).mul_(0.01)
     experience = trainer.algorithm.collect(trainer.context).experience
+    experience.signal[experience.signal.nonzero()[0]] = 0.0
     (step,) = trainer.algorithm.prepare(experience, trainer.context)
-    valid = int(experience.present.sum())
-    live = int((experience.signal != 0).sum())
-    assert step.on_policy and step.count == valid == 41 and len(step.units) == live < valid
-    assert experience.metrics["trained_share"] == live / 48
+    group, present = experience.images.group, experience.present
+    every = list(present.nonzero()[:, 0].split(1))
+    if trainer.algorithm.row.of_groups:
+        every = [(present & (group == label)).nonzero()[:, 0] for label in group.unique()]
+    assert step.on_policy and step.count == len(every) and (len(step.units) < len(every)) == (not changes)
+    trained = sum(map(len, step.units))
+    assert int(present.sum()) == 41 and experience.metrics["trained_share"] == trained / 48
     trainer.algorithm.backward(experience, step, trainer.context)
     sparse = gradients_of(policy).clone()
     policy.net.zero_grad()
-    every = replace(step, units=list(experience.present.nonzero()[:, 0].split(1)))
-    trainer.algorithm.backward(experience, every, trainer.context)
+    trainer.algorithm.backward(experience, replace(step, units=every), trainer.context)
     torch.testing.assert_close(gradients_of(policy), sparse, rtol=1e-9, atol=1e-14)
 
 

@@ -232,19 +232,18 @@ class VelocityRegression(ImageAlgorithm):
 
     def _units(self, experience: EndPoints, sample: Tensor, pulls: bool, on_policy: bool) -> tuple[list[Tensor], int]:
         """Split an update's samples into (units with a gradient, number of units of the mean)."""
-        row = self.row
+        row, silent = self.row, _without_signal(experience)
         present = sample[experience.present[sample]]
         pulls = pulls or (row.pulls and not (on_policy and row.anchor == "old"))
         if not row.of_groups:
-            live = present if pulls else present[experience.signal[present] != 0]
+            silent = silent if row.loss in GUIDANCE else experience.signal == 0  # a group's direction is for all of it
+            live = present if pulls else present[~silent[present]]
             return list(live[:, None]), len(present)
         group, value = experience.images.group[present], experience.value[present]
         if row.loss == "dpo":
             return list(present[best_worst_pairs(value, group)]), len(group.unique())
         members = [present[group == label] for label in group.unique()]
-        silent = _without_signal(experience)
-        keeps_equal = pulls and row.pulls  # else a group of equal rewards has no gradient at all
-        return [m for m in members if len(m) > 1 and (keeps_equal or not silent[m].all())], len(members)
+        return [m for m in members if len(m) > 1 and (pulls or not silent[m].all())], len(members)
 
     def backward(self, experience: EndPoints, step: RegressionStep, run: Context) -> dict[str, float]:
         """Add the gradient of the update, in micro-batches of flat (sample, level) pairs."""
