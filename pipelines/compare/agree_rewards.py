@@ -17,7 +17,7 @@ from visalign.data.sets.columns import Columns, read_table, usual_names
 from visalign.data.sets.hub_datasets import find_table
 from visalign.data.sets.layouts import PAIR_LAYOUTS, QUALITY_LAYOUTS
 from visalign.data.sets.records import PreferenceSet, QualitySet
-from visalign.data.sets.sources import GENERATED, is_named_set, load_source
+from visalign.data.sets.sources import GENERATED, is_named_set, load_source, lower_rewards
 from visalign.data.sets.tables import Row, first_row, require_columns
 from visalign.errors import UserError
 from visalign.evaluation.pages.agree_page import agree_page, file_tables
@@ -182,7 +182,7 @@ def _rows_of_table(path: Path, prompt: str | None, columns: Columns, scores: Seq
             if reward in merged and repr(merged[reward]) != repr(row.get("value")):
                 raise UserError(f"'{path}' scores {row['image']} twice by {reward}. Give a table of one scoring.")
             merged[reward] = row.get("value")
-            lower |= {reward} if str(row.get("higher_is_better")).lower() == "false" else set()
+        lower = {ours.get(name, name) for name in lower_rewards(row for _, row in table)}
         table, source = list(by_image.values()), f"rewards of {path}"
     require_columns(source, dict.fromkeys(name for _, row in table for name in row), scores, purpose="--scores")
     rows = []

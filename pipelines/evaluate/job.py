@@ -20,9 +20,9 @@ from visalign.data.sets.checks import (
     summed_votes,
     without_duplicates,
 )
-from visalign.data.sets.columns import Columns
+from visalign.data.sets.columns import Columns, read_table
 from visalign.data.sets.records import PreferenceSet, QualitySet, mix_sides
-from visalign.data.sets.sources import join_scores, load_source
+from visalign.data.sets.sources import join_scores, load_source, lower_rewards
 from visalign.data.sets.tables import listed
 from visalign.data.sets.trained_images import image_print, trained_images
 from visalign.errors import UserError
@@ -117,7 +117,7 @@ def evaluate(
     chosen = reward_options(options, list(judges))
     findings += _trained_on(records, {n: str(o["model"]) for n, o in chosen.items() if "model" in o})
     kind = PAIRS if isinstance(records, PreferenceSet) else QUALITY
-    lower = set(lower_is_better)
+    lower = {*lower_is_better} | lower_rewards(row for path in join for _, row in read_table(path, {}))
     scores = [kind.read_columns(records, n, higher_is_better=n not in lower, names=table.names) for n in columns]
     for name, judge in judges.items():
         file_name = re.sub(r"[^\w.-]+", "-", name).strip("-") or "judge"

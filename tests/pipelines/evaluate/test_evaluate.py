@@ -374,6 +374,14 @@ def test_several_sets_make_one_leaderboard(tmp_path: Path) -> None:
     assert twice.exit_code == 2 and "A set is named twice" in twice.output
 
 
+def test_joined_scores_bring_the_direction_of_their_reward(tmp_path: Path) -> None:
+    (tmp_path / "set.csv").write_text("image,mos\n" + "".join(f"{k}.png,{k}\n" for k in range(9)))
+    rows = "".join(f"{k}.png,noise,{-k},False\n" for k in range(9))
+    (tmp_path / "scores.csv").write_text(f"image,reward,value,higher_is_better\n{rows}")
+    result = evaluate(str(tmp_path / "set.csv"), join=[tmp_path / "scores.csv"], columns=["noise"])
+    assert result["judges"][0]["correlations"]["srcc"]["estimate"] == pytest.approx(1.0)
+
+
 def test_sets_of_two_kinds_have_a_leaderboard_each_and_a_reward_without_a_report_none(tmp_path: Path) -> None:
     pairs = table(tmp_path, 20, a_left=lambda pair: 1.0, a_right=lambda pair: 0.0)
     rows = tmp_path / "opinions.csv"

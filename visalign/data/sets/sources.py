@@ -269,6 +269,11 @@ def _scores_by_image(path: Path) -> tuple[dict[str, dict[str, Row]], dict[str, s
     return scores, full_paths
 
 
+def lower_rewards(rows: Iterable[Row]) -> set[str]:
+    """Name the rewards of which lower is better in rows that `visalign score` wrote."""
+    return {str(row["reward"]) for row in rows if "reward" in row and parse_bool(row.get("higher_is_better")) is False}
+
+
 def _generator(count: int, seed: int, split: str) -> ShapesPreferences:
     if count > MOST_GENERATED:
         raise UserError(f"A generated set has at most {MOST_GENERATED} records; got {count}. Give a smaller number.")
