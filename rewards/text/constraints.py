@@ -49,7 +49,8 @@ _ANSWERS = "My answer is yes.", "My answer is no.", "My answer is maybe."
 KINDS: dict[str, Callable[[str, Any], bool]] = {
     "keywords:existence": lambda t, a: all(_count(re.escape(word), t) for word in a["keywords"]),
     "keywords:frequency": lambda t, a: _holds(_count(re.escape(a["keyword"]), t), a["relation"], a["frequency"]),
-    "keywords:forbidden_words": lambda t, a: not any(_count(rf"\b{re.escape(w)}\b", t) for w in a["forbidden_words"]),
+    "keywords:forbidden_words": lambda t, a: not any(
+        _count(rf"(?<!\w){re.escape(word)}(?!\w)", t) for word in a["forbidden_words"]),
     "keywords:letter_frequency": lambda t, a: _holds(
         _count(re.escape(a["letter"]), t), a["let_relation"], a["let_frequency"]),
     "length_constraints:number_words": lambda t, a: _holds(_count(r"\w+", t), a["relation"], a["num_words"]),

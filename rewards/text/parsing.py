@@ -20,12 +20,14 @@ _NUMBER = re.compile(rf"([+-]?)({_PLAIN})(?:[eE]([+-]?\d{{1,4}})|\*10(?:\^|\*\*)
 _POWER = re.compile(rf"([+-]?)({_PLAIN})(?:\^|\*\*)(?:\(([+-]?\d{{1,4}})\)|([+-]?\d{{1,4}}))")
 _RATIO = re.compile(rf"([+-]?)(?:(\d+)\s+)?({_PLAIN})/([+-]?)({_PLAIN})")
 _ROOT = re.compile(r"([+-]?)\\sqrt\s*(?:\{(\d+)\)|(\d))")
-_GROUPED = r"\d{1,3}(?:(?:\{,\}|\\[,;: ])\d{3})+(?!\d)(?:\.\d*)?"
+_BLANK = r"[\u00a0\u2009\u202f]"  # Blanks that group digits
+_GROUPED = rf"\d{{1,3}}(?:(?:\{{,\}}|\\[,;: ]|{_BLANK})\d{{3}})+(?!\d)(?:\.\d*)?"
 _TEN = r"\s*(?:\\times|\\cdot|[×·⋅*])\s*10(?:\^|\*\*)"
 _BRACED = r"\{(?:[^{}]|\{[^{}]{0,80}\}){0,80}\}"
 _LEADING_SIGN = r"(?:[\-−](?<!\d[\s$].)\\?[$€£¥]|[+\-−])"  # A minus between two amounts is no sign: 5 -$3
 _LAST_NUMBER = re.compile(
-    rf"(?<![\w.]){_LEADING_SIGN}?(?:(?:\d+\s*)?\\(?:[dtc]?frac\s*(?:{_BRACED}|\d)\s*(?:{_BRACED}|\d)"
+    rf"(?<![\w.^])(?<!\^[{{+\-−])(?<!\^\{{[+\-−]){_LEADING_SIGN}?"
+    rf"(?:(?:\d+\s*)?\\(?:[dtc]?frac\s*(?:{_BRACED}|\d)\s*(?:{_BRACED}|\d)"
     rf"|sqrt\s*+(?:\[[^\]]{{0,9}}\])?\s*+(?:{_BRACED}|\d))"
     rf"|(?:\d+[^\S\n]+(?=\d+/\d))?(?:{_GROUPED}|{_PLAIN})"
     rf"(?:[eE][+-]?\d{{1,4}}|[^\S\n]*/[^\S\n]*(?:{_PLAIN})|(?:{_TEN}|\^)(?:{_BRACED}|[+\-−]?\d+))?(?:\s*\\?%)?)"
@@ -35,8 +37,14 @@ _FRAC = re.compile(r"\\[dtc]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d)
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}\\]|[{}]")
 _TEXT = re.compile(r"\\(?:text|mathrm|mathbf|textbf|mbox|operatorname)\s*\{([^{}]*)\}")
 _ASSIGNED = re.compile(r"([A-Za-z](?:_?\w)?)\s*=\s*")
+_UNIT = re.compile(
+    r"(?<=[\d}])(?:\\[ ,;!]|[~\s])*\\(?:text|mathrm|mbox)\s*\{\s*"
+    r"(?!(?:\w+illion|thousand|hundred|dozen|percent|[ei])\b)([A-Za-z][^{}]*?)s?\s*\}(\^\{?\d\}?)?[.\s$]*$"
+)
+"""Words behind a number that are its unit: no factor (million), and no number e or i."""
 _SPACING = re.compile(
-    r"(\\\\)(?:\s*\[[-.\d\s]+[a-z]{2}\])?|(\\ |~)(?!\d{3}(?!\d))|\\(?:left|right)(?![A-Za-z])|\\[ !,;:()[\]]|~"
+    rf"(\\\\)(?:\s*\[[-.\d\s]+[a-z]{{2}}\])?|(\\ |~|{_BLANK})(?!\d{{3}}(?!\d))|\\(?:left|right)(?![A-Za-z])"
+    rf"|\\[ !,;:()[\]]|~|{_BLANK}"
 )
 """A row break with its length (1), a full blank that does not group three digits (2), and what prints little."""
 _CURRENCY = ("\\$", "$", "€", "£", "¥")
@@ -130,7 +138,7 @@ def parse_number(value: object) -> Fraction | None:
     r"""Parse the exact value of a number, however it is written; None where it is no number.
 
     Accepted are 1234.5, 1,234.5 (groups of three), 3/4, 1 3/4, \frac{3}{4}, 1.5e3, 1.5×10^3, 2^{10},
-    \sqrt{16} (of squares), 50% as 0.5, a leading currency sign, and a leading "x =".
+    \sqrt{16} (of squares), 50% as 0.5, a leading currency sign or "x =", and a unit, 5\text{ cm}.
 
     >>> parse_number(r"\frac{3}{4}"), parse_number("1,234.5"), parse_number("nan")
     (Fraction(3, 4), Fraction(2469, 2), None)
@@ -146,15 +154,15 @@ def parse_number(value: object) -> Fraction | None:
 
 
 def names_differ(left: object, right: object) -> bool:
-    """True if two answers name different unknowns: x = 1 and y = 1."""
-    names = [_ASSIGNED.match(str(text).replace("$", "").strip()) for text in (left, right)]
-    return names[0] is not None and names[1] is not None and names[0][1] != names[1][1]
+    """True if two answers name different unknowns, x = 1 and y = 1, or units."""
+    texts = [str(text).replace("$", "").strip() for text in (left, right)]
+    pairs = map(_ASSIGNED.match, texts), map(_UNIT.search, texts)
+    return any(one and other and one.groups() != other.groups() for one, other in pairs)
 
 
 def _plain_notation(text: str) -> str:
     """Replace LaTeX and typography by the signs of a plain number."""
-    text = _TEXT.sub(r"\1", text)
-    text = _without_spacing(text)
+    text = _without_spacing(_TEXT.sub(r"\1", _UNIT.sub("", text)))
     for sign, plain in _SIGNS.items():
         text = text.replace(sign, plain)
     text = text.strip("$").strip()

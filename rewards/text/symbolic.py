@@ -21,7 +21,7 @@ from subprocess import DEVNULL, PIPE, Popen
 
 from visalign.rewards.base.contract import RewardError
 
-from .parsing import bracket_depths
+from .parsing import bracket_depths, parse_list
 
 CHILD = Path(__file__).with_name("symbolic_child.py")
 SECONDS = 5.0  # Time limit of one comparison
@@ -71,8 +71,8 @@ def _is_costly(text: str) -> bool:
 def _may_be_equal(answer: str, truth: str) -> bool:
     """Rule out differences that math-verify overlooks.
 
-    These are a variable on one side only, other units, the case of letters, percent signs, brackets, names, and bases
-    of numbers.
+    These are a variable on one side only, other units, the case of letters, percent signs, brackets, names, bases of
+    numbers, and how often an item is listed.
     """
     bare = [_COMMAND.sub(" ", text) for text in (answer, truth)]
     letters = [set(re.findall(r"[A-Za-z]", text)) for text in bare]
@@ -92,6 +92,9 @@ def _may_be_equal(answer: str, truth: str) -> bool:
     if bases[0] and bases[1] and bases[0][1] != bases[1][1]:
         return False
     if ("%" in answer) != ("%" in truth):
+        return False
+    items = [[*map(str, parse_list(text) or [])] for text in (answer, truth)]
+    if len(items[0]) != len(items[1]) and any(len(set(listed)) < len(listed) for listed in items):
         return False
     left, right = (_ASSIGNED.match(text) for text in (answer, truth))
     kinds = [_brackets(text) for text in (answer, truth)]

@@ -86,6 +86,8 @@ def test_low_perplexity_and_late_tokens_count_more() -> None:
     advantage = prepared("position", t)
     torch.testing.assert_close(advantage[0], torch.cat([1 + 0.1 * low, 1 + 0.1 * high]))
     torch.testing.assert_close(advantage[2], -advantage[0])
+    at_mean = named_objective("position").prepare(replace(one_group, reward=torch.tensor([0.5, 0.6, 0.7, *[NAN] * 3])))
+    assert float(at_mean.advantage[1].abs().max()) < 1e-5  # rounding has no sign
 
 
 def test_unsure_tokens_count_more_by_aepo_and_its_clip_keeps_the_gradient() -> None:

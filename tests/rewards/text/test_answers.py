@@ -139,7 +139,7 @@ def test_numbers_within_a_tolerance():
         *[("a profit of -$72", -72), (r"it is $-\$72$.", -72), ("−$1,000.", -1000), ("it costs -€5", -5)],
         *[(r"so 1.5 \times 10^{3} m", 1500), ("it is 2 × 10^−3", "0.002"), (r"in all 5\,000", 5000)],
         *[("between 10-$20", 20), ("so $5 - $3", 3), ("$5$-$3$", 3), ("step 3\n1/2", "1/2")],
-        *[("so $5 -$3", 3), ("so 10 / 2.5.", 4)],
+        *[("so $5 -$3", 3), ("so 10 / 2.5.", 4), ("is 42 km^2, or 9 m^{2}", 9), ("a load of 5\u00a0400 W", 5400)],
     ],
 )
 def test_the_last_number_is_read_whole(text, truth):

@@ -17,7 +17,7 @@ from visalign.rewards.text.constraints import KINDS
 TEXTS: dict[str, tuple[dict[str, Any], str, str]] = {  # kind -> (arguments, a text that meets it, one that does not)
     "keywords:existence": ({"keywords": ["Sea", "a.c"]}, "by the seas, a.c", "the sea, abc"),
     "keywords:frequency": ({"keyword": "the", "frequency": 2, "relation": "at least"}, "The other", "an other"),
-    "keywords:forbidden_words": ({"forbidden_words": ["cat"]}, "concatenate", "a Cat."),
+    "keywords:forbidden_words": ({"forbidden_words": ["cat", "C++"]}, "concatenate", "a C++ cast"),
     "keywords:letter_frequency": ({"letter": "E", "let_frequency": 2, "let_relation": "less than"}, "hE", "hee"),
     "length_constraints:number_words": ({"num_words": 3, "relation": "at least"}, "a b-c", "a b"),
     "length_constraints:number_sentences": (

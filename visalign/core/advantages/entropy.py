@@ -147,7 +147,8 @@ def position_advantages(advantage: Tensor, weight: Tensor, *, gamma: float = 0.1
     check_axes(advantage=(advantage, "B"), weight=(weight, "B T"))
     inside, gain = weight != 0, float32(advantage).detach()[:, None]
     position = inside.cumsum(1) / inside.sum(1, keepdim=True).clamp(min=1)
-    return torch.where(inside, gain + gain.sign() * gamma * torch.sigmoid(position), 0.0)
+    sign = torch.where(gain.abs() > 1e-5, gain.sign(), 0.0)  # at its group's mean a sample has rounding noise
+    return torch.where(inside, gain + sign * gamma * torch.sigmoid(position), 0.0)
 
 
 def _confidence(entropy: Tensor, present: Tensor, k: float, eps: float) -> Tensor:
