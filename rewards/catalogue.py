@@ -177,12 +177,10 @@ def load_text_reward(name: str, *, run_device: str | None = None, **options: Any
 
 def _with_options(reward: Any, options: Mapping[str, Any]) -> Any:
     """Declare what a reward leaves out; one without an identity is known by its options, see `reward_identity`."""
-    # an identity may be a property that reads weights
-    if inspect.getattr_static(with_capabilities(reward), "identity") is None:
-        with suppress(AttributeError, TypeError):  # slots
-            loading_options = {name: value for name, value in options.items() if name != "device"}
-            object.__setattr__(reward, "loading_options", loading_options)
-    return reward
+    with suppress(AttributeError, TypeError):  # slots
+        loading_options = {name: value for name, value in options.items() if name != "device"}
+        object.__setattr__(reward, "loading_options", loading_options)
+    return with_capabilities(reward)
 
 
 def _make(

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TextIO
 
-from visalign.data.sets.image_references import PARQUET
+from visalign.data.sets.image_references import file_and_position
+from visalign.data.sets.prompt_files import listed_sources
 from visalign.errors import UserError
 from visalign.locks import LOCK, hold_lock
 
@@ -98,18 +99,17 @@ def partial_path(output: Path) -> Path:
 
 
 def score_key(images: Sequence[str], prompt: str, metadata: Mapping[str, Any] | None) -> str:
-    """Hash the inputs of a score to 32 hex digits: images, their files' size and time, prompt, metadata."""
-    parts = [[image, *_file_state(image)] for image in images]
+    """Hash the inputs of a score to 32 hex digits: images, sources, their files' size and time, prompt, metadata."""
+    sources = [source for source in listed_sources((metadata or {}).get("source")) if isinstance(source, str)]
+    parts = [[image, *_file_state(image)] for image in (*images, *sources)]
     text = json.dumps([parts, prompt, metadata], ensure_ascii=False, sort_keys=True, default=str)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def _file_state(reference: str) -> tuple[Any, ...]:
     """Size and modification time of an image's file, or of each frame of a clip's folder."""
-    if reference.startswith(PARQUET):
-        reference = reference.removeprefix(PARQUET).rsplit("#", 2)[0]
-    path = Path(reference)
-    if "://" in reference or not path.is_file():
+    path = Path(file := file_and_position(reference)[0])
+    if "://" in file or not path.is_file():
         return tuple((frame.name, *_file_state(str(frame))) for frame in numbered_frames(path))
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns

@@ -14,7 +14,6 @@ from visalign.data.assets import PACKAGED
 from visalign.data.shapes.prompts import parse_prompt
 from visalign.interfaces import PointwiseReward, with_capabilities
 from visalign.rewards.base.identity import Identity
-from visalign.rewards.text.completions import CompletionScores
 
 
 def provenance(reward: Any) -> str:
@@ -47,12 +46,14 @@ def reward_identity(reward: Any) -> Identity:
     identity = with_capabilities(reward).identity
     if isinstance(identity, Identity):
         return identity
-    reward = reward.reward if isinstance(reward, CompletionScores) else reward
-    kind = f"{type(reward).__module__}:{type(reward).__qualname__}"
-    options = {"unit": reward.unit if isinstance(reward, PointwiseReward) else "probability"}
-    options |= getattr(reward, "loading_options", {})
-    digest = hashlib.sha256()  # of the files of the class, and of the user's function in it
-    for part in (type(reward), getattr(reward, "_function", None)):
+    layers = [reward]  # Such as the frames of a user's function
+    while (inner := getattr(layers[-1], "reward", None)) is not None:
+        layers.append(inner)
+    kind = "/".join(f"{type(layer).__module__}:{type(layer).__qualname__}" for layer in layers)
+    options: dict[str, Any] = {"unit": reward.unit if isinstance(reward, PointwiseReward) else "probability"}
+    options |= {name: value for layer in layers for name, value in getattr(layer, "loading_options", {}).items()}
+    digest = hashlib.sha256()  # of the files of the classes, and of the user's function in it
+    for part in (part for layer in layers for part in (type(layer), getattr(layer, "_function", None))):
         with suppress(TypeError, OSError):  # built in, or created on the fly: there is no file
             digest.update(Path(inspect.getfile(part)).read_bytes())  # type: ignore[arg-type]
     return Identity(judge=reward.name, model=kind, weights=digest.hexdigest(), options=options)

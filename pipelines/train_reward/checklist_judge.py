@@ -47,7 +47,7 @@ class ChecklistJudge(SeeingJudge):
             self.templates.append(self.engine.template("yes_no", YES_NO))
         self._words = [yes_and_no(self.engine, template) for template in self.templates]
         self._reader = VisionReward(self.engine, checklist=self.checklist)
-        texts = [template.text for template in self.templates[1:]] + list(self.checklist.questions)
+        texts = [template.text for template in self.templates] + list(self.checklist.questions)
         self._reads_prompt = any("{prompt}" in text for text in texts)
         self._features: dict[bytes, Tensor] = {}
         signed = torch.tensor(list(self.checklist.rule.weights), device=device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from visalign.data.sets.image_references import CompletionText
+from visalign.data.sets.prompt_files import listed_sources
 from visalign.interfaces import Metadata, PointwiseReward, Preferences, Scores, with_capabilities
 from visalign.rewards.base.contract import RewardError, answer_of, read_metadata, rows_of
 from visalign.rewards.base.identity import Identity
@@ -51,7 +52,7 @@ class _Cached:
         labels: list[bytes | int] = []  # the key, or for an image that the judge shall refuse the number of the row
         for index, (prompt, record, *images) in enumerate(zip(prompts, records, *sides, strict=True)):
             digests = [digest for image in images if (digest := content_digest(image)) is not None]
-            labels.append(key_of(digests, prompt, record) if len(digests) == len(images) else index)
+            labels.append(key_of(digests, prompt, _by_content(record)) if len(digests) == len(images) else index)
         identity = self.identity
         rows: dict[Any, Any] = {**self.cache.get(identity, [key for key in labels if isinstance(key, bytes)])}
         unknown: dict[bytes | int, int] = {}  # -> the first row with this content
@@ -128,10 +129,19 @@ def content_digest(item: Any) -> bytes | None:
         frames = [content_digest(frame) for frame in item]
         joined = b"".join(digest for digest in frames if digest is not None)
         return None if None in frames else hashlib.sha256(b"clip" + joined).digest()
+    if not isinstance(item, Tensor | np.ndarray):
+        return None
     array = item.detach().cpu().contiguous() if isinstance(item, Tensor) else np.ascontiguousarray(item)
     raw = array.view(torch.uint8).numpy() if isinstance(array, Tensor) else array
     head = f"{tuple(item.shape)}{item.dtype}".replace("torch.", "").encode()
     return hashlib.sha256(b"pixels" + head + raw.tobytes()).digest()
+
+
+def _by_content(record: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Put digests in the place of a record's images: a path, or the address in a `repr`, may lead to others later."""
+    names = ("source", "references") if record else ()
+    fields = {name: listed_sources(record[name]) for name in names if name in record}
+    return record and {**record, **{name: [content_digest(x) or x for x in field] for name, field in fields.items()}}
 
 
 def _select(images: Any, rows: list[int]) -> Any:

@@ -127,7 +127,7 @@ class YesNoServer(ChatJudge):
         check_reading(self.name, top_logprobs=top_logprobs, min_mass=min_mass)
         super().__init__(*address, device=device, **options)
         self.top_logprobs, self.min_mass = top_logprobs, min_mass
-        self.identity = self.make_identity(top_logprobs=top_logprobs, min_mass=min_mass)
+        self.identity = self.make_identity(top_logprobs=top_logprobs, min_mass=min_mass, **self.sampling)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
         """Score B images by their log-odds; metadata is ignored."""

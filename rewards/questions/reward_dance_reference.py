@@ -15,6 +15,7 @@ from torch import Tensor
 
 from visalign.core import group_pairs
 from visalign.core.preference.ranking import MAX_LOG_ODDS
+from visalign.data.sets.prompt_files import listed_sources
 from visalign.interfaces import Metadata, PairwiseReward, RewardCapabilities, Scores, with_capabilities
 from visalign.rewards.base.contract import check_choices, make_scores, read_request
 from visalign.rewards.base.identity import Identity, with_options
@@ -30,9 +31,10 @@ _NO_REFERENCE = "there is no readable reference image for this prompt; give one 
 class ReferenceReward:
     """Mean log-odds (or its σ) that an image beats the reference images of its prompt.
 
-    The references are `metadata[i]["references"]`, else those of `references`, prompt -> images, to which a trainer
-    may add. A failed comparison is left out; without a valid one an image is invalid. Parts: "log_odds", "references"
-    (number of valid comparisons) and "spread" (the standard deviation of their log-odds, NaN below two).
+    The references are `metadata[i]["references"]`, one image or several, else those of `references`, prompt -> images,
+    to which a trainer may add. A failed comparison is left out; without a valid one an image is invalid. Parts:
+    "log_odds", "references" (number of valid comparisons) and "spread" (the standard deviation of their log-odds, NaN
+    below two).
     """
 
     higher_is_better = True
@@ -57,10 +59,7 @@ class ReferenceReward:
     @property
     def identity(self) -> Identity | None:
         """Identity of the scores, the given references included; None if the judge has none."""
-        digests = {}
-        for prompt, references in sorted(self.references.items()):
-            images = load_images(references).images
-            digests[prompt] = [None if image is None else image_key(image).hex() for image in images]
+        digests = {prompt: [image_key(x).hex() for x in _load(of)] for prompt, of in sorted(self.references.items())}
         return with_options(self.judge.identity, against=self.value, references=digests)
 
     def score(self, images: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Scores:
@@ -71,11 +70,13 @@ class ReferenceReward:
         right: list[Tensor] = []
         pair_rows: list[int] = []
         for row, image in request.images.readable():
-            record = request.metadata[row] or {}
-            references = record.get("references", self.references.get(request.prompts[row]))
-            readable = [] if references is None else [ref for _, ref in load_images(references).readable()]
+            references, readable = (request.metadata[row] or {}).get("references"), list[Tensor]()
+            try:
+                readable = _load(self.references.get(request.prompts[row]) if references is None else references)
+            except (TypeError, ValueError) as error:  # of the record, which costs its row alone
+                reasons[row] = f"its references: {error}"
             if not readable:
-                reasons[row] = _NO_REFERENCE
+                reasons[row] = reasons[row] or _NO_REFERENCE
             left += [image] * len(readable)
             right += readable
             pair_rows += [row] * len(readable)
@@ -99,7 +100,7 @@ class ReferenceReward:
 
     def _score_with_gradient(self, images: Tensor, prompts: Sequence[str]) -> Tensor:
         """Score images [B, 3, H, W] in [0, 1], differentiably in the pixels: [B], NaN where there is no reference."""
-        references = [[r for _, r in load_images(self.references.get(p, [])).readable()] for p in prompts]
+        references = [_load(self.references.get(prompt)) for prompt in prompts]
         rows = [row for row, of in enumerate(references) for _ in of]
         right = [reference.to(images.device) for of in references for reference in of]
         log_odds = torch.full((len(prompts),), torch.nan)
@@ -128,3 +129,9 @@ class ReferenceReward:
         table[left, right], table[right, left] = log_odds, -log_odds
         wins, strength = (table > 0).sum(1).tolist(), table.sigmoid().nanmean(1).nan_to_num(-1.0).tolist()
         return sorted(range(len(batch)), key=lambda row: (strength[row] < 0, -wins[row], -strength[row], row))
+
+
+def _load(references: Any) -> list[Tensor]:
+    """Load those of one or several reference images that can be read; None has none."""
+    batch = load_images(references if getattr(references, "ndim", 0) == 4 else listed_sources(references))
+    return [image for _, image in batch.readable()]

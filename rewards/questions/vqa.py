@@ -188,10 +188,11 @@ class SoftTifa(_NextWordJudge):
 def _read_questions(record: Mapping[str, Any] | None) -> list[tuple[str, str]]:
     """Return the questions and answers of a record; ValueError with the reason if it has none."""
     pairs = (record or {}).get("vqa_list")
-    if not isinstance(pairs, Sequence) or isinstance(pairs, str) or not pairs:
+    if not isinstance(pairs, list | tuple) or not pairs:
         raise ValueError('its record has no "vqa_list", a list of [question, answer]')
     for pair in pairs:
-        if isinstance(pair, str) or len(pair) != 2 or not all(isinstance(p, str) and p.strip() for p in pair):
+        is_pair = isinstance(pair, list | tuple) and len(pair) == 2
+        if not is_pair or not all(isinstance(p, str) and p.strip() for p in pair):
             raise ValueError(f'its "vqa_list" holds {pair!r:.60}, which is no [question, answer]')
     return [(wording, answer) for wording, answer in pairs]
 

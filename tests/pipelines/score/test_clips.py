@@ -134,6 +134,10 @@ def test_another_frame_is_another_score(clips: Path) -> None:
     assert score_key(["clips/roll"], "p", None) != before
     images = load_shown_images(["clips/roll", "clips/still.png"])
     assert images["clips/roll"] is not None and images["clips/roll"] == images["clips/still.png"]
+    edit = ["clips/move.png"], "p", {"source": ["clips/still.png"]}
+    before = score_key(*edit)
+    grey(77, (9, 9)).save(clips / "still.png")
+    assert score_key(*edit) != before
 
 
 def test_files_of_scores_take_clips_alike(clips: Path) -> None:

@@ -262,6 +262,22 @@ def test_a_cached_reward_keeps_the_contract(tmp_path: Path):
     check_reward(CachedReward(load_reward("sharpness"), ScoreCache(tmp_path)))
 
 
+def test_the_images_of_a_record_count_by_their_content(tmp_path: Path):
+    reward, file = Mean(), tmp_path / "before.png"
+    cached = CachedReward(reward, ScoreCache(tmp_path))
+    frames = torch.zeros(2, 3, 40, 40)  # whose `repr` shows the corners alone
+    frames[1, :, 20, 20] = 1
+    for level in (0, 0, 90, 200):
+        Image.new("L", (8, 8), level).save(file)
+        for source in (str(file), [file], Image.open(file)):
+            cached.score(PIXELS[:1], ["a"], [{"source": source}])
+    cached.score(PIXELS[[0, 0]], ["a", "a"], [{"references": [frame]} for frame in frames])
+    assert reward.asked == 6 + 2, "a path and the image in memory differ, as everywhere"
+    cached.score(PIXELS[:1], ["a"], [{"source": float("nan")}])
+    with pytest.raises(TypeError, match=r"images\[0\] is a bytes"):
+        cached.score([b"GIF89a"], ["a"])
+
+
 def test_content_of_every_form():
     image = Image.fromarray(PIXELS[0].permute(1, 2, 0).numpy())
     digests = [content_digest(content) for content in (PIXELS[0], PIXELS[0].numpy(), image, PIXELS[1])]

@@ -116,6 +116,7 @@ def test_identity_changes_with_everything_that_changes_a_score():
         UnifiedReward("http://a", "m", extra={"top_k": 1}).identity,
     ]
     assert len({base.digest, *(variant.digest for variant in variants)}) == 6
+    assert len({YesNoServer("http://a", "m", temperature=t).identity.digest for t in (0, 1)}) == 2
 
 
 def prefer_brighter(body) -> str:

@@ -46,15 +46,16 @@ def test_soft_tifa_by_hand():
     words = ("four", "4", "five", "Yes", "yes", "no")
     engine = ScriptedEngine(lambda template, ask: answers[ask.prompt], words=words)
     record = {"vqa_list": [["How many?", "four"], ["Is it red?", "Yes"]]}
-    records = [record, {}, {"vqa_list": [["How many?"]]}]
-    hard = SoftTifa(engine).score(images(3), ["a", "b", "c"], records)
-    soft = SoftTifa(engine, mean="arithmetic").score(images(3), ["a", "b", "c"], records)
+    pair = {"question": "How many?", "answer": "four"}
+    records = [record, {}, {"vqa_list": [["How many?"]]}, {"vqa_list": [pair]}, {"vqa_list": [4]}]
+    hard = SoftTifa(engine).score(images(5), list("abcde"), records)
+    soft = SoftTifa(engine, mean="arithmetic").score(images(3), ["a", "b", "c"], records[:3])
     assert hard.value[0] == pytest.approx(math.sqrt(0.5 * 0.2), rel=1e-5)
     assert soft.value[0] == pytest.approx((0.5 + 0.2) / 2, rel=1e-5)
     assert hard.text is not None and hard.text[0] == "least probable: Is it red? (0.2)"
-    assert hard.valid.tolist() == [True, False, False] and hard.reason is not None
+    assert hard.valid.tolist() == [True] + [False] * 4 and hard.reason is not None
     assert hard.reason[1] == 'its record has no "vqa_list", a list of [question, answer]'
-    assert "is no [question, answer]" in str(hard.reason[2])
+    assert all("is no [question, answer]" in str(reason) for reason in hard.reason[2:])
 
 
 def test_the_contract():
