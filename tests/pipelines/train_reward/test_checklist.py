@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -139,6 +141,16 @@ def test_a_run_saves_what_the_judge_reads(model, tmp_path):
     share = torch.tensor([pair.votes[0] / 9 for pair in pairs if pair.votes is not None])
     nll = -(share * (left - right).sigmoid().log() + (1 - share) * (right - left).sigmoid().log())
     assert float(nll.mean()) == pytest.approx(summary["after"]["nll"], rel=1e-4)
+
+
+def test_a_prompt_in_the_template_is_asked_about_each_time(model, tmp_path):
+    folder = shutil.copytree(model, tmp_path / "model")
+    text = (folder / "judge.json").read_text().replace("{question}", "{question} {prompt}")
+    (folder / "judge.json").write_text(text)
+    (tmp_path / "questions.json").write_text(json.dumps({**CHECKLIST, "coef": [1, 1, 1], "has_alignment": False}))
+    judge = build_judge(_config(folder, tmp_path), torch.device("cpu"))
+    pair = shapes_pairs(0, 1)[0]
+    assert not torch.equal(judge.features(pair), judge.features(replace(pair, prompt="z")))
 
 
 def test_an_image_is_asked_once_and_by_itself(model, tmp_path, monkeypatch):
