@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from visalign.adapters.catalogue import OwnSampling, family_of, is_guided_by_call
+from visalign.adapters.catalogue import DRAWN_BY, OwnSampling, family_of, is_guided_by_call
 from visalign.adapters.model_folder import pipeline_index
 from visalign.adapters.pipeline.families import Family
 from visalign.data.assets import PACKAGED, resolve_model
@@ -175,8 +175,9 @@ def evaluation_drawing(config: FlowGRPOConfig) -> dict[str, Any]:
 def sampling_options(config: FlowGRPOConfig) -> dict[str, Any]:
     """Return the options by which a model samples as in a run's evaluation, without those that are null."""
     model = config.model
-    options = {name: getattr(model, name) for name in ("config", "variant", "adapter", "guidance", "image_size")}
-    options |= {name: model.options.get(name) for name in ("negative_prompt", "num_frames", "call")}
+    options = {name: getattr(model, name) for name in ("config", "variant", "adapter", "guidance")}
+    chosen = {**model.options, **vars(model)}
+    options |= {name: chosen[name] for name, default in DRAWN_BY.items() if chosen.get(name, default) != default}
     options |= {} if config.evaluation.guidance is None else {"guidance": config.evaluation.guidance}
     return {name: value for name, value in options.items() if value is not None}
 
@@ -245,6 +246,7 @@ def _call_settings(config: FlowGRPOConfig, family: Family, kind: str) -> str:
             settings["max_area"] = height * width
     if family.frames is not None:
         settings["num_frames"] = options.get("num_frames", family.frames)
+    settings |= {name: options[name] for name in ("max_sequence_length",) if name in options}
     settings |= {**options.get("call", {}), **family.fixed}
     unset = "steps and guidance are the pipeline's own"
     about = unset if is_used_as_before(config) else "of the run's evaluation"

@@ -96,7 +96,7 @@ class SampleSettings:
         default: dict[str, Any] = {"steps": own.steps, "solver": "euler", "timestep_schedule": "diffusers"}
         drawing = {name: value for name, value in drawing.items() if value and getattr(self, name) is None}
         words = [f"{name} {value}" for name, value in drawing.items() if name == "steps" or value != default[name]]
-        words += [f"{name} {value or 'none'}" for name, value in trained.items() if name not in self.options]
+        words += [f"{n} {'none' if value is None else value}" for n, value in trained.items() if n not in self.options]
         if words and os.environ.get("RANK", "0") == "0":
             line = f"Sampling as the weights' run evaluated: {', '.join(words)}. Options of the command change it."
             print(line, file=sys.stderr)
@@ -111,6 +111,8 @@ class SampleSettings:
 
     def _as_evaluated(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Read (settings, options) of the evaluation of the last LoRA's run, else the model's; ({}, {}) without."""
+        from visalign.adapters.catalogue import DRAWN_BY
+
         for path in [*(parse_lora(name)[0] for name in reversed(self.lora)), Path(self.model)]:
             file = (path.parent if path.is_file() else path) / CONFIG
             content: Mapping[str, Any] = {}
@@ -132,8 +134,7 @@ class SampleSettings:
                 levels = rollout.get("timestep_schedule")
                 drawing = {"steps": steps, "solver": evaluation.get("solver"), "timestep_schedule": levels}
                 more = {**dict(model.get("options") or {}), **model}
-                names = ("image_size", "negative_prompt", "num_frames", "call")
-                options |= {name: more[name] for name in names if more.get(name) is not None}
+                options |= {n: more[n] for n, default in DRAWN_BY.items() if more.get(n) not in (None, default)}
                 return drawing, options
         return {}, {}
 

@@ -30,6 +30,9 @@ ADAPTERS = {
 """Adapters by name, imported when used."""
 DISTILLED = frozenset(("turbo", "schnell", "lightning", "hyper", "lcm", "dmd", "distilled"))
 """Words in the names of models that were distilled to few steps."""
+DRAWN_BY = dict.fromkeys(("image_size", "negative_prompt", "num_frames", "call"))
+DRAWN_BY |= {"use_t5": True, "max_sequence_length": 256}
+"""Options of adapters that change what is drawn -> value in a configuration that sets none."""
 
 
 def find_adapter(folder_or_id: str | Path, adapter: str | None = None) -> Any:

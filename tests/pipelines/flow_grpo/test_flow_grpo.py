@@ -108,10 +108,11 @@ def test_the_next_command_samples_as_the_run_evaluates(tmp_path):
     lora = f"--lora {tmp_path}/lora --steps 3 --dtype float32 --option guidance=null"
     command = shlex.join(sample_command(config, tmp_path))
     assert command == f"visalign sample 'a red circle' --model my/sd3 {lora} {images}"
-    options = "{path: m, image_size: [16, 8], options: {call: {a: false}, lora_path: x}, lora: null}"
+    options = "{path: m, image_size: [16, 8], use_t5: false, options: {call: {a: false}, lora_path: x}, lora: null}"
     full = _config(tmp_path, f"model={options}", "data.heldout=my prompts.jsonl")
     as_trained = (
-        "--steps 3 --dtype float32 --option 'image_size=[16, 8]' --option 'call={\"a\": false}' --option guidance=null"
+        "--steps 3 --dtype float32 --option 'image_size=[16, 8]' --option 'call={\"a\": false}' --option use_t5=false "
+        "--option guidance=null"
     )
     for edits, prompts in ((True, "'my prompts.jsonl' --seeds 0"), (False, "'a red circle'")):
         command = shlex.join(sample_command(full, tmp_path, edits=edits))

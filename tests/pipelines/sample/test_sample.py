@@ -108,7 +108,7 @@ def test_what_is_left_out_is_the_pipelines_own(folder, tmp_path, monkeypatch, na
     ("pipeline", "model", "sampling"),
     [
         ("flow_grpo", {"guidance": None, "image_size": [16, 32]}, (5, None, [16, 32])),
-        ("pref_grpo", {"guidance": 4.5}, (5, 4.5, None)),
+        ("pref_grpo", {"guidance": 4.5, "use_t5": False, "max_sequence_length": 256}, (5, 4.5, None)),
         ("sft_images", {"guidance": None}, (5, 6.0, None)),
         ("sft_images", {"path": "a/model", "guidance": None}, (28, 7.0, None)),  # evaluation sets nothing
         ("sft_images", {"path": "a/sd3-turbo", "guidance": None}, (3, None, None)),  # distilled
@@ -135,7 +135,8 @@ def test_a_result_is_sampled_as_its_run_evaluated(folder, tmp_path, capsys, monk
     for settings in weights:
         own = job.SampleSettings(**settings).with_own_sampling()
         assert (own.steps, own.options.get("guidance"), own.options.get("image_size")) == sampling
-        assert own.with_own_sampling() == own
+        assert own.with_own_sampling() == own and "max_sequence_length" not in own.options
+        assert own.options.get("use_t5") is ((pipeline != "pref_grpo") and None)
         is_read = pipeline not in ("text_grpo", None) and isinstance(model, dict)
         assert own.timestep_schedule == ("plain" if is_read else "diffusers")
         assert own.solver == ("dpmpp_2m" if sampling[0] == 5 else "euler")
