@@ -47,7 +47,7 @@ class ChecklistRule:
         masked |= {int(key): tuple(hidden) for key, hidden in record.get("masked_features", {}).items()}
         intercept = record.get("intercept", 0.0)
         return cls(
-            weights=tuple(record["coef"]),
+            weights=tuple(map(float, record["coef"])),
             masked=masked,
             intercept=float(intercept[0] if isinstance(intercept, Sequence) else intercept),
             has_alignment=bool(record.get("has_alignment", True)),
