@@ -43,6 +43,7 @@ from visalign.training.loop.progress import SUPERVISED_COLUMNS
 from visalign.training.process.implicit import ImplicitTexts
 from visalign.training.process.label_fit import FitSettings, LabelFit
 from visalign.training.process.trainer import StepTexts, measure_steps, read_record
+from visalign.training.text.sampling_grid import UNREAD
 
 from .config import TextModelConfig
 from .parts import build_text_policy, prompt_encoder
@@ -160,7 +161,8 @@ def read_steps(config: TextProcessConfig) -> tuple[Numbered, Numbered]:
                     f"Record {number} has the reward {reward}; learns=implicit reads 0, wrong, to 1, right. Scale it."
                 )
         if config.learns == "outcomes":  # steps are of what the policy wrote
-            texts = [ToolCompletion(r["completion"], tool_spans(n, r, "completion")) for n, r in numbered]
+            spans = [tool_spans(n, r, "completion", UNREAD if r.get(UNREAD) else None) for n, r in numbered]
+            texts = [ToolCompletion(r["completion"], s) for (_, r), s in zip(numbered, spans, strict=True)]
             numbered = [(n, {**r, "completion": policy_text(t)}) for (n, r), t in zip(numbered, texts, strict=True)]
     trained, heldout = split_records(numbered, config.data.heldout, config.seed, lambda row: row[1]["prompt"])
     if (settings := config.data.convex_da) is not None:

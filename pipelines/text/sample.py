@@ -40,6 +40,7 @@ from visalign.training.loop.judging import check_failures
 from visalign.training.loop.processes import one_process
 from visalign.training.text import selection
 from visalign.training.text.sampling_grid import (
+    UNREAD,
     Completions,
     GridPoint,
     grid_points,
@@ -62,9 +63,10 @@ FREE_KEYS = (
     *("rollout.prompts_per_call", "rollout.max_failure_rate"),
 )
 """Keys that may differ when a run is resumed: they do not change the completions."""
-OWN_FIELDS = (*("completion", "reward", "temperature", "top_p", "seed", "sample", "group", "hinted"), TOOL_ANSWERS)
+OWN_FIELDS = (*"completion reward temperature top_p seed sample group hinted".split(), TOOL_ANSWERS, UNREAD)
 """Fields that the dataset adds to a prompt's record; `sample` counts the completions of one point to one prompt,
-`group` is the number of the prompt; `hinted` only where it is true, `tool_answers` where there are some."""
+`group` is the number of the prompt; `hinted` only where it is true, `tool_answers` where there are some, `unread`
+where rewards leave out more than those."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -333,6 +335,7 @@ def load_point(path: Path) -> Completions:
     columns["reward"] = torch.tensor(reward, dtype=torch.float32)
     columns["truncated"] = torch.tensor(columns["truncated"], dtype=torch.bool)
     columns.setdefault("completed_prompt", [None] * len(reward))  # files of earlier versions
+    columns.setdefault("unread", columns["answers"])
     columns["point"] = [GridPoint(**columns["point"])] * len(reward)
     return Completions(**columns)
 
@@ -344,7 +347,8 @@ def _dataset_record(records: Records, completions: Completions, index: int) -> d
     origin |= {name: getattr(point, name) for name in ("temperature", "top_p", "seed")}
     origin |= {"sample": completions.number[index], "group": completions.prompt[index]}
     origin |= {"hinted": True} if point.hinted else {}
-    if answers := completions.answers[index]:
-        origin[TOOL_ANSWERS] = [list(span) for span in answers]
+    answers, unread = completions.answers[index], completions.unread[index]
+    origin |= {TOOL_ANSWERS: answers} if answers else {}
+    origin |= {UNREAD: unread} if unread != answers else {}
     prompt = completions.completed_prompt[index] or record["prompt"]
     return {"prompt": prompt, **origin, **{k: v for k, v in record.items() if k != "prompt"}}

@@ -15,6 +15,7 @@ from visalign.config import load_config
 from visalign.data.sets.prompt_files import load_demonstrations
 from visalign.errors import UserError
 from visalign.pipelines.text import sample as text_sample
+from visalign.pipelines.text.process import TextProcessConfig, read_steps
 from visalign.pipelines.text.sample import TextSampleConfig, plan, run
 from visalign.pipelines.text.supervised import TextSFTConfig
 from visalign.training.loop.checkpoint import CheckpointError
@@ -216,13 +217,16 @@ def test_a_dataset_says_what_the_tool_wrote(inputs, tmp_path):
 
 def test_what_an_environment_wrote_into_a_prompt_is_learnt_with_it(inputs, tmp_path):
     file = inputs / "board.py"
-    file.write_text("class Board:\n    def reset(self): return ' hi'\n    def step(self, text): return None\n")
+    file.write_text("class Board:\n    def reset(self): return ' hi'\n    def step(self, text): return 'no'\n")
     use = {"use": f"{file}:Board"}
     config = _config(inputs, f"rollout.environment={json.dumps(use)}", "selection.rule=all")
     summary = run(config, tmp_path / "run")
     assert {line["prompt"] for line in _lines(tmp_path / "run")} == {f"{q['prompt']} hi" for q in QUESTIONS}
     keys = [key for key in summary.next_command[3:] if key.startswith("generation")]
     assert load_config(TextSFTConfig, None, keys).generation.environment == config.rollout.environment
+    assert any("tool_answers" in line for line in _lines(tmp_path / "run"))
+    steps = read_steps(load_config(TextProcessConfig, None, [f"data.train={tmp_path}/run/dataset.jsonl"]))
+    assert not any("<end>" in row["completion"] for part in steps for _, row in part), "turns end as rewards read them"
 
 
 def test_hinted_completions_stand_in_where_none_was_right(inputs, finished, tmp_path):

@@ -96,6 +96,7 @@ def _completions() -> Completions:
         truncated=torch.tensor([False] * 6 + [True, False]),
         reason=[None] * 5 + ["judge died"] + [None] * 2,
         answers=[()] * 8,
+        unread=[()] * 8,
         completed_prompt=[None] * 8,
     )
 
@@ -115,6 +116,7 @@ def test_hints_stand_in_where_nothing_was_right_and_what_is_solved_may_go():
         truncated=torch.zeros(11, dtype=torch.bool),
         reason=[None] * 11,
         answers=[()] * 11,
+        unread=[()] * 11,
         completed_prompt=[None] * 11,
     )
     worthwhile = worth_learning(completions, completions.scored, threshold=1.0)

@@ -80,9 +80,9 @@ def _tokens(policy: CausalLMPolicy, prompt: Prompt, text: str, answers: Spans) -
     return ids, mask
 
 
-def tool_spans(index: int, record: Record, field: str) -> Spans:
-    """Read the spans of a completion that a tool wrote; null in tables means none."""
-    name, size = tool_answers_field(field), len(record[field])
+def tool_spans(index: int, record: Record, field: str, column: str | None = None) -> Spans:
+    """Read the spans of a completion that a tool wrote, of their usual column; null in tables means none."""
+    name, size = column or tool_answers_field(field), len(record[field])
     if (spans := record.get(name)) is None:
         return ()
     edges: list[Any] = [None]

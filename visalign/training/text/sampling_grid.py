@@ -21,6 +21,8 @@ from visalign.text.tool_calls import score_generated
 
 from .parts import CompletionGenerator, Records
 
+UNREAD = "unread"  # Column of a dataset with the characters of a completion that no reward reads
+
 
 @dataclass(frozen=True, kw_only=True)
 class GridPoint:
@@ -46,6 +48,7 @@ class Completions:
     truncated: Tensor  # bool [B], True where the completion met the length limit
     reason: Sequence[str | None]  # Why the reward failed; None where it did not
     answers: Sequence[Sequence[Sequence[int]]]  # B lists of (begin, end) characters of the text that a tool wrote
+    unread: Sequence[Sequence[Sequence[int]]]  # The same with the marks of turns: characters that no reward reads
 
     def __len__(self) -> int:
         return len(self.text)
@@ -126,6 +129,7 @@ def sample_point(
                 truncated=rollout.truncated,
                 reason=[None if ok else why for ok, why in zip(valid.tolist(), failures, strict=True)],
                 answers=[trace.answers for trace in rollout.tools or ()] or [()] * len(metadata),
+                unread=[getattr(text, "answers", ()) for text in rollout.text],
             )
         )
         if after_call is not None:
