@@ -24,12 +24,12 @@ _ID = re.compile(
 def find_table(source: str | Path) -> Path:
     """Return the path of a table: the source itself, or a local file of the dataset of the hub that it names.
 
-    A dataset is named as in `FORMS`, with hf://datasets/ in front if one likes.
+    A dataset is named as in `FORMS`, with hf://datasets/ in front if one likes; "~" is the home folder.
     """
     match = _ID.fullmatch(str(source))
-    path = Path(source)
+    path = Path(source).expanduser()
     is_file_name = path.suffix.lower() in (".jsonl", ".tsv", ".parquet") or mimetypes.guess_type(path.name)[0]
-    if not match or path.exists() or (str(source).startswith((".", "~")) and not match[1]) or is_file_name:
+    if not match or path.exists() or (str(source).startswith(".") and not match[1]) or is_file_name:
         return path
     return _fetch(*match.groups()[1:])
 

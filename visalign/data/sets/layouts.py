@@ -32,17 +32,17 @@ def load_layout(
     """Load at most `limit` records of a published set: of `PAIR_LAYOUTS` (split "test" by default) or
     `QUALITY_LAYOUTS`; the folder is the results file for `geneval`.
     """
-    source, records = f"{layout} in '{folder}'", []
+    source, records, folder = f"{layout} in '{folder}'", [], Path(folder).expanduser()
     if layout in PAIR_LAYOUTS:
         split = split or "test"
-        rows = list(islice(PAIR_LAYOUTS[layout](Path(folder), split), limit))
+        rows = list(islice(PAIR_LAYOUTS[layout](folder, split), limit))
         if not rows:
             raise UserError(f"The split '{split}' of {source} holds no labelled pair.")
         pairs = [PreferencePair(split=split, **fields) for _, fields in rows]
         if layout == "hpdv3":
             pairs = [mix_sides(pair) for pair in pairs]
         return PreferenceSet(name=f"{layout}-{split}", pairs=tuple(pairs), rows=tuple(number for number, _ in rows))
-    rows = select_split(source, QUALITY_LAYOUTS[layout](Path(folder)), split, limit)
+    rows = select_split(source, QUALITY_LAYOUTS[layout](folder), split, limit)
     for number, fields in rows:
         try:
             records.append(read_quality(fields))
