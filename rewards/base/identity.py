@@ -12,6 +12,13 @@ from pathlib import Path
 from typing import Any
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
+_SETTINGS = (
+    "*config.json",
+    "tokenizer.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template.*",
+)  # A commit may mend one alone
 _FULL_BYTES = 64 << 20  # Bytes up to which a file is read whole
 _BLOCK, _BLOCKS = 1 << 16, 512  # Of a larger file, so many blocks evenly spread
 
@@ -58,12 +65,16 @@ def with_options(identity: Any, **options: Any) -> Identity | None:
 
 
 def fingerprint(folder: str | Path) -> str:
-    """Hash name, size and content of a folder's weight files to 32 hex digits; "" if there are none.
+    """Hash name, size and content of a folder's weights, configs and tokenizer to 32 hex digits; "" without any.
 
     Of a file above 64 MiB only 512 blocks of 64 KiB are read: a change that lies between two blocks is not seen.
     """
     path = Path(folder)
-    files = [path] if path.is_file() else sorted({file for pattern in _WEIGHTS for file in path.rglob(pattern)})
+    files = (
+        [path]
+        if path.is_file()
+        else sorted({file for pattern in _WEIGHTS + _SETTINGS for file in path.rglob(pattern)})
+    )
     digest = hashlib.sha256()
     for file in files:
         size = file.stat().st_size

@@ -53,6 +53,11 @@ def test_fingerprint_follows_names_sizes_and_ends(tmp_path: Path):
     assert fingerprint(tmp_path) != before
     (tmp_path / "more.bin").write_bytes(b"c")
     assert fingerprint(tmp_path) not in (first, fingerprint(tmp_path / "model.safetensors"))
+    prints = {fingerprint(tmp_path)}
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / name).write_text("{}")
+        prints.add(fingerprint(tmp_path))
+    assert len(prints) == 5, "what is read beside the weights moves scores, too"
 
 
 def test_fingerprint_of_a_large_file_takes_samples_of_all_of_it(tmp_path: Path):
