@@ -11,14 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
-_SETTINGS = (
-    "*config.json",
-    "tokenizer.json",
-    "vocab.*",
-    "merges.txt",
-    "chat_template.*",
-)  # A commit may mend one alone
+_FILES = "*.safetensors *.bin *.pt *.pth *config.json tokenizer.json vocab.* merges.txt chat_template.*".split()
 _FULL_BYTES = 64 << 20  # Bytes up to which a file is read whole
 _BLOCK, _BLOCKS = 1 << 16, 512  # Of a larger file, so many blocks evenly spread
 
@@ -70,11 +63,7 @@ def fingerprint(folder: str | Path) -> str:
     Of a file above 64 MiB only 512 blocks of 64 KiB are read: a change that lies between two blocks is not seen.
     """
     path = Path(folder)
-    files = (
-        [path]
-        if path.is_file()
-        else sorted({file for pattern in _WEIGHTS + _SETTINGS for file in path.rglob(pattern)})
-    )
+    files = [path] if path.is_file() else sorted({file for pattern in _FILES for file in path.rglob(pattern)})
     digest = hashlib.sha256()
     for file in files:
         size = file.stat().st_size
