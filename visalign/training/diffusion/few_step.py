@@ -35,7 +35,7 @@ from visalign.flow.rollout import check_finite, first_latents, velocity_of
 from visalign.flow.trajectory import Trajectory, trajectory_of_latents
 from visalign.interfaces import Condition, DiffusionPolicy
 from visalign.seeds import sample_seed
-from visalign.swapping import swapped_weights
+from visalign.swapping import lora_disabled, swapped_weights
 from visalign.training.loop.algorithm import Collected, Context
 from visalign.training.loop.ema import EMA
 from visalign.training.loop.processes import no_sync_unless_last
@@ -63,20 +63,20 @@ class Roles:
 
     def __init__(self, policy: DiffusionPolicy, names: Sequence[str], teacher: Mapping[str, Tensor] | None) -> None:
         self._policy, trained = policy, policy.trainable_parameters()
-        has_adapters = any(isinstance(part, LoraLayer) for part in policy.module.modules())
+        self._layers = [part for part in policy.module.modules() if isinstance(part, LoraLayer)]
         with policy.reference():
             start = {n: p.detach().clone() for n, p in trained}
-        if has_adapters:  # B = 0 is the base
+        if self._layers:  # B = 0 is the base
             start = {n: torch.zeros_like(p) if ".lora_B." in n else p for n, p in start.items()}
         self._base: tuple[list[Tensor], list[Tensor]] = [], []  # Frozen weights, and the teacher's
         self._teacher: Mapping[str, Tensor] | None = None  # Of a policy without adapters; None: its reference
         if teacher is not None:
             current = dict(trained)
-            if has_adapters:
+            if self._layers:
                 current = {n: p for n, p in policy.module.named_parameters() if n not in start}
             check_teacher({n.replace(".base_layer.", "."): p for n, p in current.items()}, teacher)
             loaded = {n: teacher[n.replace(".base_layer.", ".")].to(p) for n, p in current.items()}
-            if has_adapters:
+            if self._layers:
                 self._base = list(current.values()), list(loaded.values())
             else:
                 self._teacher = start = loaded
@@ -89,7 +89,7 @@ class Roles:
             yield
             return
         weights = self._teacher if role == TEACHER else state or self.weights[role]
-        context = self._policy.reference()
+        context = lora_disabled(self._layers) if self._layers else self._policy.reference()
         if weights is not None:
             trained = self._policy.trainable_parameters()
             context = swapped_weights([p for _, p in trained], [weights[n].detach().to(p.dtype) for n, p in trained])
