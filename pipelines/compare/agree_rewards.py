@@ -19,6 +19,7 @@ from visalign.data.sets.layouts import PAIR_LAYOUTS, QUALITY_LAYOUTS
 from visalign.data.sets.records import PreferenceSet, QualitySet
 from visalign.data.sets.sources import GENERATED, is_named_set, load_source, lower_rewards
 from visalign.data.sets.tables import Row, first_row, require_columns
+from visalign.data.sets.text_rows import PAIR
 from visalign.errors import UserError
 from visalign.evaluation.pages.agree_page import agree_page, file_tables
 from visalign.evaluation.pages.table_files import FOLDER, write_tables
@@ -52,8 +53,8 @@ def read_set(
     columns = columns or Columns()
     path = Path(source) if is_named_set(source) else find_table(source)
     first = first_row(path)
-    columns_of_first = {**first, **usual_names(first, columns.names, is_judged=False)}
-    if is_named_set(source) or "image_left" in columns_of_first or "image_right" in columns_of_first:
+    columns_of_first = first.keys() | usual_names(first, columns.names, is_judged=False).keys()
+    if is_named_set(source) or columns_of_first & {"image_left", "image_right", *PAIR}:
         records = load_source(source if is_named_set(source) else str(path), limit=limit, columns=columns)
         is_pairs = isinstance(records, PreferenceSet)
         rows = _rows_of_pairs(path, records, scores) if is_pairs else _rows_of_images(path, records, prompt, scores)

@@ -169,6 +169,14 @@ def test_rewards_get_metadata_and_source_of_a_row(images: dict[str, Any], tmp_pa
     assert read_set(str(tmp_path / "t.jsonl"))[0].metadata == {"text": "OPEN", "source": "cup.png"}
 
 
+def test_both_texts_of_a_pair_are_read_with_their_scores(tmp_path: Path) -> None:
+    row = {"prompt": "x", "chosen": "yes", "rejected": "no", "m_left": 1, "m_right": 0}
+    (tmp_path / "t.jsonl").write_text(json.dumps(row) + "\n")
+    rows = read_set(str(tmp_path / "t.jsonl"), scores=["m"])
+    scores = {row.image: row.metadata["scores"] for row in rows if row.metadata}
+    assert scores == {"text://yes": {"m": 1}, "text://no": {"m": 0}}
+
+
 def test_a_table_of_scores_may_have_failures_and_has_one_scoring(tmp_path: Path) -> None:
     rows = [("0.png", "sharpness", ""), *((f"{n}.png", "sharpness", n) for n in (1, 2, 3))]
     rows += [(f"{n}.png", "saturation", n * n) for n in range(4)]
