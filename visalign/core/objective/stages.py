@@ -32,6 +32,7 @@ from visalign.core.rewards.entropy import phase_entropy_reward
 from visalign.core.rewards.terms import kl_in_reward, place_terminal
 from visalign.core.surrogates import balance, forms, off_policy, weighted
 from visalign.core.surrogates.ppo import ppo_clip
+from visalign.core.surrogates.ratios import log_ratio
 from visalign.core.tokens import selection, selection_rules, steer
 from visalign.core.tokens.entropy import entrocraft_direction, entrocraft_keep
 from visalign.core.tokens.statistics import weighted_mean
@@ -110,21 +111,16 @@ def present_advantage(advantage: Tensor, present: Tensor) -> Tensor:
     return torch.where(present, advantage, torch.nan)
 
 
-def reference_log_ratio(old_log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """Compute log π_old/π_ref, [B, T]."""
-    return old_log_prob - ref_log_prob
-
-
 def sample_log_ratio(log_ratio: Tensor, weight: Tensor) -> Tensor:
     """Sum log π_old/π_ref over the present decisions, [B]; NaN without one: no pair learns from it."""
     total = torch.where(weight != 0, log_ratio, 0.0).sum(1)
     return torch.where((weight != 0).any(1), total, torch.nan)
 
 
-def mean_entropy(entropy: Tensor, present_weight: Tensor) -> Tensor:
-    """Average the entropy over the present decisions, [B]; NaN without one."""
-    inside = present_weight != 0
-    return torch.where(inside, entropy, 0.0).sum(1) / inside.sum(1)
+def sample_mean(values: Tensor, weight: Tensor) -> Tensor:
+    """Average [B, T] over the present decisions, [B]; NaN without one."""
+    present = weight != 0
+    return torch.where(present, values, 0.0).sum(1) / present.sum(1)
 
 
 def copo_weight(
@@ -217,8 +213,8 @@ _GROUP_SCALE: dict[str, Any] = {"baseline": None, "ddof": None, "eps": None}
 """The group's advantage that a rule starts from has `scale` as its only option."""
 _GROUP = Stage(group_advantages, **_GROUP_SCALE)
 _PRESENT = Stage(present_advantage, advantage=_GROUP)
-_MEAN_ENTROPY = Stage(mean_entropy)
-_REFERENCE = Stage(reference_log_ratio)
+_MEAN_ENTROPY = Stage(sample_mean, values="entropy", weight="present_weight")
+_REFERENCE = Stage(log_ratio, log_prob="old_log_prob", old_log_prob="ref_log_prob")
 _MATRIX: dict[str, Any] = {"weights": "reward_weights"}
 
 ADVANTAGES = {
@@ -271,12 +267,6 @@ def decision_divergence(
     return exact
 
 
-def sample_mean_advantage(advantage: Tensor, weight: Tensor) -> Tensor:
-    """Average the advantage over a row's present decisions, [b]: FlowRL's reward."""
-    present = weight != 0
-    return torch.where(present, advantage, 0.0).sum(1) / present.sum(1).clamp(min=1)
-
-
 def importance_log_ratio(log_ratio: Tensor, *, weighted: bool = True) -> Tensor | None:
     """Return the log-ratio whose importance weight `flow_balance` clips, or None for no weight."""
     return log_ratio if weighted else None
@@ -313,7 +303,9 @@ SURROGATES = {
     "spo": Stage(forms.drpo, old_log_prob=None),
     "dro": Stage(balance.dro),
     "flow_balance": Stage(
-        balance.flow_balance, reward=Stage(sample_mean_advantage), log_ratio=Stage(importance_log_ratio)
+        balance.flow_balance,
+        reward=Stage(sample_mean, values="advantage"),  # FlowRL's
+        log_ratio=Stage(importance_log_ratio),
     ),
 }
 """Name -> loss per decision. Fields: `Prepared`, `PolicyOutput`, and `log_ratio` at the objective's level."""
