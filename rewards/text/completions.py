@@ -43,7 +43,7 @@ class CompletionPairs(_Completions):
         self.capabilities = replace(reward.capabilities, needs_group=False)  # a pair is all it sees
 
     def compare(self, left: Any, right: Any, prompts: Sequence[str], metadata: Metadata | None = None) -> Preferences:
-        return self.reward.compare(self._texts(left), self._texts(right), [*map(text_prompt, prompts)])
+        return self.reward.compare(self._texts(left), self._texts(right), [*map(text_prompt, prompts)], metadata)
 
 
 def load_any_reward(name: str, *, run_device: str | None = None, **options: Any) -> PointwiseReward:

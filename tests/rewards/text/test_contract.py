@@ -5,19 +5,22 @@ from __future__ import annotations
 
 import re
 import sys
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
-from visalign.interfaces import Scores, TextReward, ToolCompletion, score_named
+from visalign.data.sets.image_references import CompletionText
+from visalign.interfaces import Scores, TextReward, ToolCompletion, score_named, with_capabilities
 from visalign.rewards import RewardError
 from visalign.rewards.catalogue import TEXT_CATALOGUE, load_text_reward
 from visalign.rewards.checks import check_text_reward
 from visalign.rewards.code.sandbox import bubblewrap_problem
 from visalign.rewards.text.callables import TextFunctionReward
 from visalign.rewards.text.combine import WeightedTextSum
+from visalign.rewards.text.completions import CompletionPairs
 from visalign.rewards.text.contract import read_text_request
 
 ANSWERS = {"completions": ["4", r"\boxed{4}", "5"], "metadata": [{"answer": "4"}, {"answer": "4"}, {}]}
@@ -203,3 +206,10 @@ def test_what_a_reward_raises_names_the_sample_and_the_line(reward, in_a_sum):
     message = r"Reward 'mine' raised KeyError: 'b' \(.*test_contract\.py, line \d+\) on sample 5 of 7 \(the first is 0"
     with pytest.raises(RewardError, match=message):
         score_named(reward, list("aaaaaba"), ["?"] * 7, name="mine")
+
+
+def test_a_comparison_of_texts_gets_its_records():
+    records, texts = [], [CompletionText("a")]
+    judge = SimpleNamespace(name="mine", compare=lambda left, right, prompts, metadata: records.extend(metadata))
+    CompletionPairs(with_capabilities(judge)).compare(texts, texts, ["p"], [{"rubric": "b"}])
+    assert records == [{"rubric": "b"}]
