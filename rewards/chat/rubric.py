@@ -84,7 +84,7 @@ class Rubric(ChatJudge):
         request = read_request(self.name, images, prompts, metadata)
         reasons = list(request.images.reasons)
         readable = dict(request.images.readable())
-        recorded = {k: r["checklist"] for k, r in enumerate(request.metadata) if r and "checklist" in r}
+        recorded = {k: r["checklist"] for k, r in enumerate(request.metadata) if r and r.get("checklist") is not None}
         for row in readable:
             reasons[row] = prompt_problem(request.prompts[row])
         unwritten = [row for row in readable if reasons[row] is None and row not in recorded]

@@ -174,6 +174,7 @@ class Corrected:
 
 def _read(file: Path) -> tuple[list[float], list[float] | None]:
     content = read_object(file)
-    if not isinstance(content.get("value"), list):
-        raise RewardError(f"The reference '{file}' has no list 'value'; give JSON as Calibrated.save writes it.")
+    lists = content.get("value"), content.get("std") or []
+    if not all(isinstance(numbers, list) and all(isinstance(x, int | float) for x in numbers) for numbers in lists):
+        raise RewardError(f"The reference '{file}' has no numbers 'value'; give JSON as Calibrated.save writes it.")
     return content["value"], content.get("std")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from visalign.core.rewards.uncertainty import bhattacharyya_overlap, penalise
 from visalign.interfaces import Metadata, PointwiseReward, RewardCapabilities, Scores, score_named, with_capabilities
-from visalign.rewards.base.contract import RewardError, check_choices
+from visalign.rewards.base.contract import RewardError, check_choices, check_rules
 from visalign.rewards.base.identity import Identity, with_options
 
 
@@ -44,6 +44,8 @@ class UncertaintyUsed:
         self, reward: PointwiseReward, *, how: str = "lower_bound", strength: float = 1.0, reference: float = 0.0
     ) -> None:
         check_choices("UncertaintyUsed", how=(how, ("lower_bound", "weight", "bhattacharyya")))
+        in_range = f"strength is {strength}; allowed are finite numbers from 0"
+        check_rules("UncertaintyUsed", {in_range: 0 <= strength < math.inf})
         self.reward: Any = with_capabilities(reward)
         use: Any = {"how": how, "strength": strength, "reference": reference}
         at: Any = self.reward.capabilities.at_iteration

@@ -197,7 +197,7 @@ class VideoAlign:
 
     def _read_clip(self, clip: Any, record: Mapping[str, Any]) -> tuple[Tensor | None, str | None]:
         """Return the judged frames, uint8 [n, 3, h, w], resized as torchvision does; or the reason."""
-        clip_fps = record.get("fps", self._clip_fps)
+        clip_fps = self._clip_fps if record.get("fps") is None else record["fps"]
         if clip_fps is not None and not _is_rate(clip_fps):
             return None, f'"fps" of its record is {clip_fps!r}; allowed are numbers above 0'
         engine, _, config = self._loaded

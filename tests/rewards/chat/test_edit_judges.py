@@ -117,7 +117,7 @@ def _rubric(body):
 def test_a_rubric_is_written_once_for_a_prompt_and_then_answered():
     with serving(_rubric) as stub:
         judge = Rubric(stub.url, "tiny", **QUICK)
-        scores = judge.score(bright(0.2, 0.4, 0.6), ["a cat", "a cat", "a hard one"])
+        scores = judge.score(bright(0.2, 0.4, 0.6), ["a cat", "a cat", "a hard one"], [{"checklist": None}] * 3)
         again = judge.score(bright(1, 0), ["a cat"] * 2, [{"checklist": ["given?"]}, {"checklist": "given?"}])
     assert scores.value[:2].tolist() == pytest.approx([0.75, 0.75])
     assert scores.parts["questions"][0] == 2 and scores.parts["least"][0] == pytest.approx(0.6)

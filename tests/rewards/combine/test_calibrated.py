@@ -92,9 +92,11 @@ def test_refused(reference: Any, options: dict[str, Any], message: str):
 
 def test_an_unreadable_reference_is_named(tmp_path: Path):
     (tmp_path / "bad.json").write_text("[1, 2]")
-    for file, problem in (("bad.json", "holds a list, needed is an object"), ("none.json", "cannot be read")):
+    (tmp_path / "gaps.json").write_text('{"value": [1, null]}')
+    problems = {"bad.json": "holds a list, needed is an object", "none.json": "cannot be read"}
+    for file, problem in (*problems.items(), ("gaps.json'", "has no numbers 'value'")):
         with pytest.raises(UserError, match=f"{file} {problem}"):
-            Calibrated(Brightness(), tmp_path / file)
+            Calibrated(Brightness(), tmp_path / file.strip("'"))
 
 
 def points(*values: float) -> FunctionReward:

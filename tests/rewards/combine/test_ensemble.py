@@ -183,6 +183,9 @@ def test_doubt_never_raises_a_reward_below_the_reference_above_it() -> None:
     assert value[0.1][0] < value[2.0][0] < 0.5 < value[2.0][1] < value[0.1][1]
     lower = UncertaintyUsed(Fixed(1, std=0.25, better=False)).score(grey([0.5]), ["p"])
     assert float(lower.value) == pytest.approx(0.75)
+    for strength in (-1.0, math.nan):
+        with pytest.raises(ValueError, match=f"strength is {strength}; allowed are finite numbers from 0"):
+            UncertaintyUsed(Fixed(1, std=0.25), strength=strength)
 
 
 def test_the_overlap_is_with_the_other_samples() -> None:

@@ -71,7 +71,8 @@ def test_every_form_of_a_clip_and_its_frame_rate(folder, tmp_path) -> None:
     assert values.tolist() == pytest.approx([float(values[0])] * 3, abs=1e-6)
     scores = judge(folder, clip_fps=None).score([clip] * 2, ["a"] * 2, [{"fps": 8}, {"fps": RATE}])
     assert scores.parts["frames"].tolist() == [4, 8] and scores.value[1] == pytest.approx(float(values[0]), abs=1e-5)
-    assert judge(folder, frames=6).score([clip], ["a"]).parts["frames"].item() == 6
+    assert judge(folder, frames=6).score([clip], ["a"], [{"fps": None}]).parts["frames"].item() == 6
+    assert judge(folder).score([clip], ["a"], [{"fps": None}]).valid.all(), "an empty cell is no rate"
     assert judge(folder, fps=1).identity != judge(folder).identity
 
 
