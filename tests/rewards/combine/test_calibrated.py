@@ -95,7 +95,7 @@ def test_an_unreadable_reference_is_named(tmp_path: Path):
     (tmp_path / "gaps.json").write_text('{"value": [1, null]}')
     problems = {"bad.json": "holds a list, needed is an object", "none.json": "cannot be read"}
     for file, problem in (*problems.items(), ("gaps.json'", "has no numbers 'value'")):
-        with pytest.raises(UserError, match=f"{file} {problem}"):
+        with pytest.raises((UserError, RewardError), match=f"{file} {problem}"):
             Calibrated(Brightness(), tmp_path / file.strip("'"))
 
 
