@@ -81,13 +81,9 @@ def _tagged(text: str) -> list[str]:
     return [part.rpartition("<answer>")[2] for part in parts if "<answer>" in part]
 
 
-def _last_line(text: str) -> list[str]:
-    return [line for line in text.splitlines() if line.strip()][-1:]
-
-
 EXTRACTORS: dict[str, tuple[Callable[[str], list[str]], str]] = {
     "whole": (lambda text: [text], "no text"),
-    "last_line": (_last_line, "no text"),
+    "last_line": (lambda text: [line for line in text.splitlines() if line.strip()][-1:], "no text"),
     "boxed": (boxed_answers, "no box"),
     "answer_tag": (_tagged, "no <answer>…</answer>"),
     "last_number": (lambda text: [hit[0] for hit in _LAST_NUMBER.finditer(text)][-1:], "no number"),

@@ -98,7 +98,8 @@ class VerifiableAnswer(TextRule):
                 return TextVerdict(value=0.0, remark=f"{len(items)} items, {len(target)} are right")
             correct = self._lists_equal(items, target)
         else:
-            correct = any(self._equal(answer, alternative) for alternative in _alternatives(truth))
+            alternatives = truth if isinstance(truth, list) else [truth]
+            correct = any(self._equal(answer, alternative) for alternative in alternatives)
         return TextVerdict(value=float(correct), remark=f"answer {shortened(answer)}")
 
     def _read_answer(self, completion: str, record: Mapping[str, Any]) -> str | None:
@@ -134,9 +135,9 @@ class VerifiableAnswer(TextRule):
     def _truth_problem(self, truth: Any) -> str | None:
         if self._compare == "list":
             return "which is no list" if parse_list(truth) is None else None
-        if not (alternatives := _alternatives(truth)):
+        if truth == []:
             return "which is an empty list of alternatives"
-        for value in alternatives:
+        for value in truth if isinstance(truth, list) else [truth]:
             is_finite = not isinstance(value, float) or math.isfinite(value)
             if not isinstance(value, str | int | float | Fraction) or not is_finite:
                 return "which is neither text nor a finite number"
@@ -160,10 +161,6 @@ class VerifiableAnswer(TextRule):
         if left == right or self._compare != "math" or not is_installed():
             return left == right
         return symbolically_equal(left, right)
-
-
-def _alternatives(truth: Any) -> list[Any]:
-    return list(truth) if isinstance(truth, list | tuple) else [truth]
 
 
 class TaskAnswer(TextRule):

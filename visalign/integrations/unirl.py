@@ -44,7 +44,6 @@ class JudgeBackend(base.RewardBackend):
         self.judge: Any = load(judge, run_device=base_device, **(options or {}))
 
     def compute_rewards(self, request: Any) -> Any:
-        """Score a request."""
         begun = time.perf_counter()
         samples = request.texts if self.input_kind == "text" else request.images
         scores = self.judge.score(samples, request.prompts, request.metadata)

@@ -46,7 +46,6 @@ class ValueHead(nn.Module):
             return values[..., 0] if self.linear.out_features == 1 else values
 
     def save(self, folder: Path) -> None:
-        """Write `value_head.safetensors`."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         save_file({name: w.detach().contiguous() for name, w in self.state_dict().items()}, folder / FILE)
         umask_permissions(folder / FILE)

@@ -88,7 +88,6 @@ class CompletionRequest:
         }
 
     def error(self, problem: str) -> ServerError:
-        """Build an error that names the request."""
         return ServerError(f"{self.url}, sample {self.sample}: {problem}")
 
 

@@ -189,7 +189,6 @@ class Prepared:
         return replace(self, **{k: v[index] for k, v in vars(self).items() if isinstance(v, Tensor)})
 
     def to(self, device: torch.device) -> Prepared:
-        """Move all tensors to a device."""
         moved = {k: v.to(device) for k, v in vars(self).items() if isinstance(v, Tensor | Counts)}
         return replace(self, **moved)
 

@@ -137,7 +137,6 @@ _stage_of = cache(Stage)
 
 
 def pick(label: str, name: str, table: Mapping[str, Choice]) -> Choice:
-    """Look up a row of a table by name."""
     if name not in table:
         raise ValueError(f"there is no {label} {name!r}. {suggestion(name, table)}Choose one of: {', '.join(table)}.")
     return table[name]

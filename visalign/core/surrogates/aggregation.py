@@ -58,7 +58,6 @@ class Counts:
         )
 
     def to(self, device: torch.device) -> Counts:
-        """Move the counts to another device."""
         moved: dict[str, Any] = {k: None if v is None else v.to(device) for k, v in vars(self).items()}
         return Counts(**moved)
 

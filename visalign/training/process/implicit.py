@@ -56,7 +56,6 @@ class ImplicitTexts:
         self._reference = reference_log_prob(policy, rollout, reference=reference).cpu()
 
     def length(self, row: int) -> int:
-        """Count the tokens of a completion and its prompt."""
         return int(self.weight[row].sum() + self.rollout.prompt_mask[row].sum())
 
     def outputs(self, rows: Sequence[int]) -> LabelOutputs:

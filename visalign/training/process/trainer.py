@@ -99,7 +99,6 @@ class StepTexts:
         return [row for row, (_, label) in enumerate(self.texts) if torch.isfinite(label).any()]
 
     def length(self, row: int) -> int:
-        """Count the tokens of a text."""
         return len(self.texts[row][0].ids)
 
     def outputs(self, rows: Sequence[int]) -> LabelOutputs:

@@ -23,7 +23,6 @@ class RewardObjectiveSettings:
     rating_distribution, critique, checklist, checklist_answers, heie."""
 
     def __new__(cls, task: str = "uncertainty", **values: Any) -> RewardObjectiveSettings:
-        """Create an instance of the task's class."""
         if cls is not RewardObjectiveSettings:
             return object.__new__(cls)
         if task not in OBJECTIVES:

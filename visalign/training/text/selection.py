@@ -39,7 +39,6 @@ def worth_learning(
     prompts = int(prompt.max()) + 1 if len(prompt) else 0
 
     def count(mask: Tensor) -> Tensor:
-        """Count per prompt, [B]."""
         return torch.zeros(prompts).index_add_(0, prompt, mask.float())[prompt]
 
     keep = ~hinted | (count(plain & right & selectable) == 0)

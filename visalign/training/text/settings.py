@@ -108,7 +108,6 @@ class CompletionSettings:
             raise UserError("rollout.tool and rollout.environment both answer the policy. Set one of the two to null.")
 
     def stopping(self) -> StoppingCriteria:
-        """Return the conditions that end a completion."""
         return StoppingCriteria(max_new_tokens=self.max_new_tokens, strings=tuple(self.stop))
 
 
@@ -123,7 +122,6 @@ class GenerationSettings(CompletionSettings):
 
     @property
     def sampling(self) -> Sampling:
-        """Distribution that tokens are drawn from."""
         return Sampling(temperature=self.temperature, top_p=self.top_p)
 
 
