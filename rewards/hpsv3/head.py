@@ -7,7 +7,7 @@ The position is selected before the head runs, on [B, D] instead of [B, L, D].
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from visalign.rewards.base.contract import RewardError
 from visalign.rewards.weights.checkpoint_files import load_strict
 
-Pooling = Literal["special", "last", "mean"]
 HIDDEN = (1024, 16)
 DROPOUT = 0.05
 LAYERS = (0, 3, 5)
@@ -62,28 +61,6 @@ class RanknetHead(nn.Module):
         with torch.autocast(hidden.device.type, enabled=False):
             # a head that was cast to half fails here, rather than to score coarsely
             return self.rm_head(hidden.to(torch.promote_types(dtype, torch.float32)))
-
-    def pooled(
-        self, hidden: Tensor, input_ids: Tensor, *, pooling: Pooling, special_token_id: int, pad_token_id: int
-    ) -> Tensor:
-        """Compute outputs [B, outputs] of rows of hidden states [B, L, D] and tokens [B, L], padded behind.
-
-        "special": at the reward token, which occurs exactly once in each row. "last": at the last token that is no
-        padding. "mean": the outputs averaged over all tokens that are no padding; the released code leaves the last of
-        them out.
-        """
-        rows = torch.arange(len(hidden), device=hidden.device)
-        if pooling == "special":
-            is_special = input_ids == special_token_id
-            if not (is_special.sum(1) == 1).all():
-                raise ValueError(f"The reward token {special_token_id} must occur once in each row.")
-            return self(hidden[rows, is_special.int().argmax(1)])
-        valid = (input_ids == pad_token_id).cumsum(1) == 0
-        if pooling == "last":
-            return self(hidden[rows, valid.sum(1) - 1])
-        outputs = self(hidden)
-        weight = valid.to(outputs.dtype)[..., None]
-        return (outputs * weight).sum(1) / weight.sum(1)
 
 
 class ConditionedHead(RanknetHead):

@@ -225,9 +225,11 @@ def _hpsv3_pooling(case: Any) -> Outputs:
     state = {name: torch.tensor(value) for name, value in case.inputs["state_dict"].items()}
     head = RanknetHead.from_state_dict(state).double()
     hidden, ids = case.tensor("hidden"), case.tensor("input_ids", torch.int64)
-    tokens = {name: case.params[name] for name in ("special_token_id", "pad_token_id")}
-    pooled = {pooling: head.pooled(hidden, ids, pooling=pooling, **tokens) for pooling in ("special", "last", "mean")}
-    return {"mean": pooled.pop("mean"), "outputs": pooled}
+    rows, outputs = torch.arange(len(hidden)), head(hidden)
+    valid = (ids == case.params["pad_token_id"]).cumsum(1) == 0
+    ends = {"special": (ids == case.params["special_token_id"]).int().argmax(1), "last": valid.sum(1) - 1}
+    mean = (outputs * valid[..., None]).sum(1) / valid.sum(1, keepdim=True)
+    return {"mean": mean, "outputs": {pooling: outputs[rows, end] for pooling, end in ends.items()}}
 
 
 def _fidelity(case: Any) -> Outputs:

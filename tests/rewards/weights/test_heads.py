@@ -83,9 +83,3 @@ class TestRanknetHead:
             RanknetHead.from_state_dict(state)
         with pytest.raises(RewardError, match=r"rm_head\.3\.weight \(4, 9\) instead of \(4, 8\)"):
             RanknetHead.from_state_dict(one.state_dict() | {"rm_head.3.weight": torch.zeros(4, 9)})
-
-
-def test_pooling_needs_one_reward_token() -> None:
-    tokens = {"special_token_id": 9, "pad_token_id": 0}
-    with pytest.raises(ValueError, match="reward token 9 must occur once in each row"):
-        ranknet().pooled(torch.ones(2, 2, 6), torch.tensor([[9, 1], [9, 9]]), pooling="special", **tokens)
