@@ -36,7 +36,6 @@ class ScoreCache:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.path = self.folder / FILE
-        self.hits = self.misses = 0
         self._has_failed = False
         try:
             with closing(self._connect()) as connection, connection:
@@ -65,10 +64,7 @@ class ScoreCache:
                     entries |= dict(connection.execute(query, (judge.digest, *part)))
         except sqlite3.Error as error:
             self._give_up(error)
-        entries = {key: entry for key, text in entries.items() if (entry := _read_entry(text)) is not None}
-        hits = sum(key in entries for key in keys)
-        self.hits, self.misses = self.hits + hits, self.misses + len(keys) - hits
-        return entries
+        return {key: entry for key, text in entries.items() if (entry := _read_entry(text)) is not None}
 
     def put(self, judge: Identity, entries: Mapping[bytes, Mapping[str, Any]]) -> None:
         """Store entries, all of them or, when interrupted, none."""

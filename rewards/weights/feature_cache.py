@@ -26,11 +26,11 @@ V = TypeVar("V", bound=Stored)
 
 
 class FeatureCache(Generic[V]):
-    """Least-recently-used cache of tensors by content key, limited in `bytes`; counts `hits` and `misses`."""
+    """Least-recently-used cache of tensors by content key, limited in `bytes`; counts `misses`."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self.hits = self.misses = 0
+        self.misses = 0
         self._entries: OrderedDict[Hashable, V] = OrderedDict()
         self.bytes = 0
         self._lock = Lock()
@@ -43,7 +43,6 @@ class FeatureCache(Generic[V]):
             if key not in self._entries:
                 self.misses += 1
                 return None
-            self.hits += 1
             self._entries.move_to_end(key)
             return self._entries[key]
 

@@ -90,7 +90,7 @@ def test_the_second_time_nothing_is_asked_and_all_is_equal(tmp_path: Path):
     assert reward.asked == 4
     again = CachedReward(reward, ScoreCache(tmp_path))
     second = again.score(PIXELS.flip(0), PROMPTS[::-1])
-    assert reward.asked == 4 and again.cache.hits == 4 and again.cache.misses == 0
+    assert reward.asked == 4
     same(second, Scores(**{**vars(first), "value": first.value.flip(0), "valid": first.valid.flip(0)}))
     same(first, reward.score(PIXELS, PROMPTS))
     assert second.std is not None and second.std.tolist() == [0.5] * 4
