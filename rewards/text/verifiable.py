@@ -28,7 +28,8 @@ class VerifiableAnswer(TextRule):
     r"""Compare the answer of a completion with the ground truth of its metadata.
 
     - "exact": equal after the normalisation;
-    - "number": |answer - truth| ≤ max(absolute, relative · |truth|), in exact arithmetic; forms as in `parse_number`;
+    - "number": |answer - truth| ≤ max(absolute, relative · |truth|), in exact arithmetic; forms as in `parse_number`,
+      and one percent sign may be missing from 1% on (50% is 0.5 and 50);
     - "list": as many items, each equal to its counterpart as a number or else as normalised text;
     - "math": as "number" where both are numbers (of x = 1 and y = 1 the names count), else equal as mathematics: by
       math-verify where it is installed (`pip install visalign[math]`), else as "exact". Decimals are exact: 0.333 is
@@ -154,7 +155,11 @@ class VerifiableAnswer(TextRule):
         if self._compare != "exact":
             left, right = parse_number(answer), parse_number(truth)
             if left is not None and right is not None and not names_differ(answer, truth):
-                return abs(left - right) <= max(self._absolute, self._relative * abs(right))
+                # a percent sign may be left out: 50% is 0.5 and 50
+                scaled = left * Fraction(100) ** (("%" in str(answer)) - ("%" in str(truth)))
+                values = (left, scaled) if max(abs(left), abs(scaled)) >= 1 else (left,)
+                tolerance = max(self._absolute, self._relative * abs(right))
+                return any(abs(value - right) <= tolerance for value in values)
             if self._compare == "number":
                 return False
         left, right = self._normalise(str(answer)), self._normalise(str(truth))
