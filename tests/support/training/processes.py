@@ -22,7 +22,7 @@ from accelerate.state import AcceleratorState
 from torch.distributed.tensor import DTensor
 
 from tests.support.models.language import tiny_config, tiny_tokenizer
-from tests.support.training.images import Brightness, toy_trainer
+from tests.support.training.images import Brightness, ToyNet, ToyPolicy, toy_trainer
 from tests.support.training.rewards import ToyJudge, ToyPairs
 from tests.support.training.text import DEMONSTRATIONS, Letters, toy_policy, toy_text_trainer
 from visalign.adapters.causal_lm.demonstrations import DemonstrationBatches, with_mismatched
@@ -208,6 +208,29 @@ def tools(folder: Path, accelerator: Accelerator) -> Trainer[Any]:
     return text(folder, accelerator, "grpo", policy=policy, generator=writer, rollout=size)
 
 
+class TwoNets(torch.nn.Module):
+    """Two networks, of which the noise level chooses one, as of Wan 2.2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.high, self.low = ToyNet(torch.float32), ToyNet(torch.float32)
+        self.shift = self.high.shift
+
+    def forward(self, x: torch.Tensor, sigma: torch.Tensor, prompt: torch.Tensor) -> torch.Tensor:
+        v = torch.zeros_like(x)
+        for net, rows in ((self.high, sigma > 0.3), (self.low, sigma <= 0.3)):
+            if rows.any():
+                v = v.index_put((rows,), net(x[rows], sigma[rows], prompt[rows]))
+        return v
+
+
+def two_networks() -> ToyPolicy:
+    policy: Any = ToyPolicy()
+    policy.net = TwoNets()
+    policy.networks = dict(policy.net.named_children())
+    return policy
+
+
 class BrightAlone(Brightness):
     """`Brightness` of the prompt bright; all other groups are without signal."""
 
@@ -244,6 +267,7 @@ JOBS: dict[str, Callable[[Path, Accelerator], Trainer[Any]]] = {
     "par": lambda f, a: images(f, a, "par"),
     "flowrl of images": lambda f, a: images(f, a, "flowrl"),
     "diffusion_nft+replay": lambda f, a: images(f, a, "diffusion_nft", added={"self_imitation": REPLAY}),
+    "diffusion_nft of two networks": lambda f, a: images(f, a, "diffusion_nft", added={"policy": two_networks()}),
     "flow_grpo+branches": lambda f, a: images(f, a, "flow_grpo", rollout=BRANCHES, credit="branches"),
     "diffusion_nft+sharded": lambda f, a: images(f, a, "diffusion_nft", sharding=True),
     "gspo+lora+sharded": lambda f, a: text(

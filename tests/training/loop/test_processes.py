@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from tests.support.forks import Fork, in_fork
 from tests.support.training.images import outcome, toy_trainer
 from tests.support.training.metric_families import without_times
-from tests.support.training.processes import JOBS, PAUSE, run, run_all
+from tests.support.training.processes import JOBS, PAUSE, run, run_all, two_networks
 from tests.support.training.rewards import ToyPairs
 from tests.support.training.text import toy_text_trainer
 from visalign.errors import UserError
@@ -152,12 +152,15 @@ def test_what_cannot_be_sharded_is_refused_by_name() -> None:
     task = RewardObjectiveSettings(task="bradley_terry")
     with pytest.raises(UserError, match=r"cannot divide head, which SimpleNamespace holds outside a torch"):
         RewardModeling(beside, ToyPairs(), objective=task, accelerator=two, sharding=True)
-    for objective, message in (
-        ({"algorithm": "crd", "changes": {"kl": 0.0}}, "the algorithm 'crd', which joins the samples"),
-        ({"algorithm": "diffusion_nft", "changes": {"kl": 0.1}}, r"a reference .* without LoRA"),
+    for policy, algorithm, kl, message in (
+        (None, "crd", 0.0, "the algorithm 'crd', which joins the samples"),
+        (None, "diffusion_nft", 0.1, r"a reference .* without LoRA"),
+        (two_networks(), "diffusion_nft", 0.0, r"a model of several networks, as Wan 2\.2"),
     ):
         with pytest.raises(UserError, match=f"sharding does not work with {message}"):
-            toy_trainer(Path(), objective=objective, sharding=True)
+            toy_trainer(
+                Path(), policy=policy, objective={"algorithm": algorithm, "changes": {"kl": kl}}, sharding=True
+            )
 
 
 def test_what_of_text_cannot_be_sharded_is_refused_by_name() -> None:

@@ -413,8 +413,9 @@ class ImageAlgorithm(Algorithm):
         so that processes differ in their forwards. `head`: trained beside the network.
         """
         module = PolicyModule(self.policy, function, head)
+        several = len(getattr(self.policy, "networks", ())) > 1  # each for a part of the noise levels
         if not self.sharding:
-            return share_gradients(module, self.accelerator)
+            return share_gradients(module, self.accelerator, may_skip=several)
         from peft.tuners.lora import LoraLayer
 
         settings, network = self.settings, self.policy.module
@@ -424,6 +425,7 @@ class ImageAlgorithm(Algorithm):
                 (needs_reference or self.references is not None) and not has_adapters
             ),
             f"the algorithm {settings.algorithm!r}, which joins {joins}": joins is not None,
+            "a model of several networks, as Wan 2.2": several,
         }
         check_sharding(settings, self.rollout, unsupported)
         shard(network, self.accelerator)
