@@ -32,7 +32,7 @@ LONGEST, DEEPEST, MOST_LETTERS, MOST_TERMS = 400, 12, 60, 60
 _COMMAND = re.compile(r"\\[A-Za-z]+")
 _PREFIX = re.compile(r"[A-Za-z]\\in(?![A-Za-z])")
 _ASSIGNED = re.compile(r"([A-Za-z](?:_\w|_\{\w+\})?)=(?!=)")
-_NAMED = re.compile(rf"(?:{_ASSIGNED.pattern}|{_PREFIX.pattern})")
+_NAMED = re.compile(rf"(?:{_ASSIGNED.pattern}|{_PREFIX.pattern}|\([A-Za-z](?:,[A-Za-z])+\)=)")
 _NUMBERS = re.compile(r"\\(?:frac|infty|pi|sqrt|cdot|times)(?![A-Za-z])")
 _UNIT = re.compile(r"[^A-Za-z]*\d[^A-Za-z]*([A-Za-z]+)")
 _IN_BASE = re.compile(r"[-+]?[\dA-Z.,]+_\{?(\d+)\}?")

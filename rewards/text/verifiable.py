@@ -32,8 +32,8 @@ class VerifiableAnswer(TextRule):
       and one percent sign may be missing from 1% on (50% is 0.5 and 50);
     - "list": as many items, each equal to its counterpart as a number or else as normalised text;
     - "math": as "number" where both are numbers (of x = 1 and y = 1 the names count), else equal as mathematics: by
-      math-verify where it is installed (`pip install visalign[math]`), else as "exact". Decimals are exact: 0.333 is
-      not 1/3.
+      math-verify where it is installed (`pip install visalign[math]`), else as "exact" but for the case of words.
+      Decimals are exact: 0.333 is not 1/3.
 
     For all but "list" the ground truth may be a list of alternatives, of which one must match. A worked solution is a
     ground truth too: its answer stands behind a last "####" (GSM8K), or where `extract` "boxed" or "answer_tag" finds
@@ -163,9 +163,10 @@ class VerifiableAnswer(TextRule):
             if self._compare == "number":
                 return False
         left, right = self._normalise(str(answer)), self._normalise(str(truth))
-        if left == right or self._compare != "math" or not is_installed():
+        if left == right or self._compare != "math":
             return left == right
-        return symbolically_equal(left, right)
+        is_word = left.isalpha() and len(left) > 1 and left.casefold() == right.casefold()
+        return is_word or (is_installed() and symbolically_equal(left, right))
 
 
 class TaskAnswer(TextRule):
