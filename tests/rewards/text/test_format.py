@@ -119,7 +119,6 @@ def test_length_rules():
         ("target", {"target": "5", "scale": 3}, "'5', .* allowed are finite numbers above 0"),
         ("linear", {"scale": 3, "count": 7}, "count is 7; allowed are words, characters, a tokenizer, or a function"),
         ("soft_overlong", {"max_length": 4, "cache": 5}, "cache is 5; allowed are 1 to max_length"),
-        ("soft_overlong", {"max_length": 4, "cache": 0}, "'cache': 0}; allowed are finite numbers above 0"),
     ],
 )
 def test_bad_length_options(rule, options, message):
