@@ -113,7 +113,7 @@ class Heie:
         self._fields = check_fields(self.template)
         self.tiles, self.size = tiles or sizes.tiles, size
         self._reason_tokens = max_new_tokens if write_reasons else 0
-        fields = self.engine.identity_fields(self.template, tiles=self.tiles)
+        fields = self.engine.identity_fields(self.template, tiles=self.tiles, size=self.size)
         fields["weights"] = f"{fields['weights']}+{weights}"
         self.identity = Identity(judge=self.name, **fields)
 

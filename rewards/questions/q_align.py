@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from visalign.interfaces import Metadata, Scores
+from visalign.interfaces import Metadata, RewardCapabilities, Scores
 from visalign.rewards.base.contract import RewardError, check_choices, check_rules, read_request, scatter_scores
 from visalign.rewards.vlm.engine import EngineJudge
 from visalign.rewards.vlm.requests import requests
@@ -43,6 +43,7 @@ class QAlign(EngineJudge):
     unit = "points from 1 to 5"
     range = (1.0, 5.0)
     higher_is_better = True
+    capabilities = RewardCapabilities(needs_prompt=False, takes_gpu_images=True)
 
     def __init__(
         self,

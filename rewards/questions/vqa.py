@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from visalign.interfaces import Metadata, Scores
+from visalign.interfaces import Metadata, RewardCapabilities, Scores
 from visalign.rewards.base.contract import RewardError, check_choices, check_rules, make_scores, read_request
 from visalign.rewards.vlm.engine import EngineJudge
 from visalign.rewards.vlm.requests import Query, requests
@@ -112,6 +112,7 @@ class SoftTifa(_NextWordJudge):
     """
 
     name = "soft_tifa"
+    capabilities = RewardCapabilities(needs_prompt=False, takes_gpu_images=True)
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from visalign.errors import did_you_mean, nearest
-from visalign.interfaces import Metadata, Scores
+from visalign.interfaces import Metadata, RewardCapabilities, Scores
 from visalign.rewards.base.contract import RewardError, make_scores, read_request
 from visalign.rewards.base.identity import Identity
 from visalign.rewards.vlm.requests import source_images
@@ -36,6 +36,7 @@ class Iqa:
     unit = "the metric's own"
     range = (-math.inf, math.inf)
     higher_is_better = True
+    capabilities = RewardCapabilities(needs_prompt=False)
 
     def __init__(self, metric: str = "musiq", *, device: str | torch.device = "cpu", **options: Any) -> None:
         try:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visalign.data.assets import resolve_model
-from visalign.interfaces import Metadata, Scores
+from visalign.interfaces import Metadata, RewardCapabilities, Scores
 from visalign.rewards.base.contract import Request, check_choices, check_rules, make_scores, read_request, scatter
 from visalign.rewards.base.identity import Identity, fingerprint
 from visalign.rewards.base.images import ImageBatch
@@ -68,6 +68,7 @@ class GenEval:
     name = "geneval"
     range = (0.0, 1.0)
     higher_is_better = True
+    capabilities = RewardCapabilities(needs_prompt=False)
 
     def __init__(
         self,

@@ -19,6 +19,10 @@ from visalign.data.sets.columns import Columns
 from visalign.data.sets.records import PreferenceSet
 from visalign.data.sets.sources import from_dataframe, shapes_pairs, to_dataframe
 from visalign.pipelines.cli.app import app
+from visalign.rewards.questions.q_align import QAlign
+from visalign.rewards.questions.vqa import SoftTifa
+from visalign.rewards.scorers.iqa import Iqa
+from visalign.rewards.verifiers.geneval import GenEval
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*with other endings are not read")
 
@@ -86,6 +90,7 @@ def test_a_reward_that_looks_at_no_prompt_needs_none(images: Path) -> None:
         assert visalign(*command, "-r", "sharpness").exit_code == 0
         refused = visalign(*command, "-r", "loud.py:loud")
         assert refused.exit_code == 2 and "--prompt" in refused.output
+    assert not any(reward.capabilities.needs_prompt for reward in (QAlign, SoftTifa, GenEval, Iqa))
 
 
 def test_agree_reads_scores_from_columns(images: Path) -> None:

@@ -190,14 +190,15 @@ def test_a_model_whose_features_have_no_grid_is_refused():
         judge.score(images(1), ["a"])
 
 
-def test_identity_tells_heads_and_tiles():
+def test_identity_tells_heads_tiles_and_cells():
     engine = tiny_engine()
     judges = [
         Heie(engine, heads=heads(), template=ASK),
         Heie(engine, heads=heads(seed=1), template=ASK),
         Heie(engine, heads=heads(), template=ASK, tiles=1),
+        Heie(engine, heads=heads(), template=ASK, size=16),  # of whose cells the parts are
     ]
-    assert len({judge.identity.digest for judge in judges}) == 3
+    assert len({judge.identity.digest for judge in judges}) == 4
     assert Heie(engine, heads=heads(), template=ASK).identity.digest == judges[0].identity.digest
 
 
