@@ -46,7 +46,9 @@ class Frames:
         self.frames, self.name = frames, f"{self.reward.name}_frames"
         self.unit, self.range = self.reward.unit, self.reward.range
         self.higher_is_better = self.reward.higher_is_better
-        self.capabilities = RewardCapabilities.of([self.reward], takes_clips=True)
+        at: Any = self.reward.capabilities.at_iteration
+        at_iteration = at and (lambda iteration: Frames(at(iteration), frames))
+        self.capabilities = RewardCapabilities.of([self.reward], takes_clips=True, at_iteration=at_iteration)
 
     @property
     def identity(self) -> Identity | None:

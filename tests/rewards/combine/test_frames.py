@@ -55,6 +55,10 @@ def test_an_image_is_a_clip_of_one_frame_and_the_contract_holds():
     images = torch.rand(3, 3, 8, 8, generator=torch.Generator().manual_seed(1))
     own = load_reward("sharpness").score(images, ["p"] * 3).value
     assert torch.equal(Frames("sharpness").score(images, ["p"] * 3).value, own)
+    terms, schedule = {"light": (Brightness(), 1.0)}, {"light": lambda iteration: 1.0 if iteration else 0.5}
+    rising = Frames(WeightedSum(terms, schedules=schedule))
+    values = [rising.capabilities.at_iteration(n).score(images, ["p"] * 3).value for n in (0, 1)]  # type: ignore[misc]
+    torch.testing.assert_close(values[1], 2 * values[0])
 
 
 def test_an_animation_is_a_clip_and_is_left_as_it_was(tmp_path: Path):
