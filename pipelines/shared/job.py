@@ -36,15 +36,7 @@ from visalign.versions import versions
 
 from .parts import Records, check_alike, code_fingerprints, evenly_spaced, no_loading_bars
 from .places import place_of
-from .run_folder import (
-    RunSummary,
-    check_unchanged,
-    claimed,
-    record_end,
-    resume_command,
-    write_beginning,
-    write_once,
-)
+from .run_folder import RunSummary, check_unchanged, claimed, record_end, resume_command, write_beginning, write_once
 from .sections import FREE_KEYS
 
 if TYPE_CHECKING:

@@ -9,18 +9,7 @@ from __future__ import annotations
 
 import random
 
-from .prompts import (
-    COLORS,
-    RELATIONS,
-    SHAPES,
-    SIZES,
-    Noun,
-    Record,
-    is_heldout,
-    parse_prompt,
-    phrase,
-    train_prompts,
-)
+from .prompts import COLORS, RELATIONS, SHAPES, SIZES, Noun, Record, is_heldout, parse_prompt, phrase, train_prompts
 
 
 def contained_prompts(first: Noun, relation: str | None, second: Noun) -> list[str]:

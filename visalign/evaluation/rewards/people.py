@@ -10,13 +10,7 @@ from typing import Any
 import numpy as np
 
 from visalign.evaluation.statistics.agreement import Array, alpha_of_sums, alpha_sums, leave_one_out, majority_credit
-from visalign.evaluation.statistics.intervals import (
-    Interval,
-    RatioTable,
-    bootstrap,
-    cluster_sums,
-    interval,
-)
+from visalign.evaluation.statistics.intervals import Interval, RatioTable, bootstrap, cluster_sums, interval
 
 from .judged_pairs import IntervalSettings, JudgedPairs
 
