@@ -7,20 +7,40 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 @contextmanager
 def swapped_weights(parameters: Sequence[Tensor], stored: Sequence[Tensor]) -> Iterator[None]:
-    """Swap in stored values (of the same shapes), without copying; graphs built before stay valid after it."""
-    current = [parameter.data for parameter in parameters]
+    """Swap in stored values (of the same shapes), without copying; graphs built before stay valid after it.
+
+    Divided parameters get copies, as FSDP2 gathers from memory of its own.
+    """
+
+    def swap(values: Sequence[Tensor]) -> None:
+        for parameter, value in zip(parameters, values, strict=True):
+            if isinstance(parameter, DTensor):
+                with torch.no_grad():
+                    parameter.copy_(distribute_like(value, parameter))
+            else:
+                parameter.data = value
+
+    current = [p.detach().clone() if isinstance(p, DTensor) else p.data for p in parameters]
     try:
-        for parameter, value in zip(parameters, stored, strict=True):
-            parameter.data = value
+        swap(stored)
         yield
     finally:
-        for parameter, value in zip(parameters, current, strict=True):
-            parameter.data = value
+        swap(current)
+
+
+def distribute_like(value: Tensor, other: Tensor) -> Tensor:
+    """Move a tensor, whole or divided, to the other's device and divide it as the other is."""
+    value = value.to(other.device)
+    if not isinstance(other, DTensor) or isinstance(value, DTensor):
+        return value
+    return distribute_tensor(value, other.device_mesh, other.placements, src_data_rank=None)
 
 
 @contextmanager

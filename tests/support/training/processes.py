@@ -27,6 +27,7 @@ from tests.support.training.rewards import ToyJudge, ToyPairs
 from tests.support.training.text import DEMONSTRATIONS, Letters, toy_policy, toy_text_trainer
 from visalign.adapters.causal_lm.demonstrations import DemonstrationBatches, with_mismatched
 from visalign.adapters.causal_lm.lora import text_lora
+from visalign.adapters.weights import TrainedWeights
 from visalign.rewards.text.combine import WeightedTextSum
 from visalign.text import ToolPolicy, ToolUse
 from visalign.training import (
@@ -199,6 +200,13 @@ def images(
     )
 
 
+def continued() -> Any:
+    """A policy that goes on from a LoRA: its reference is a copy of the adapters."""
+    policy: Any = toy_policy(lora=text_lora(rank=2, alpha=4.0))
+    policy._trained = TrainedWeights(policy.model, None)
+    return policy
+
+
 def tools(folder: Path, accelerator: Accelerator) -> Trainer[Any]:
     """Completions that are longer by their answers, in each process by others."""
     policy = toy_policy()
@@ -277,6 +285,9 @@ JOBS: dict[str, Callable[[Path, Accelerator], Trainer[Any]]] = {
         policy=toy_policy(lora=text_lora(rank=2, alpha=4.0)),
         objective={"changes": {"kl": 0.05}},
         sharding=True,
+    ),
+    "gspo+continued+sharded": lambda f, a: text(
+        f, a, "gspo", policy=continued(), objective={"changes": {"kl": 5.0}}, sharding=True
     ),
     "sft+sharded": lambda f, a: sft(f, a, sharding=True),
     "judge+sharded": lambda f, a: judge(f, a, sharding=True),

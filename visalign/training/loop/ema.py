@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from .sharding import distribute_like
+from visalign.swapping import distribute_like
 
 
 class EMA:

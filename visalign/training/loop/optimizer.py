@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from visalign.errors import UserError
 from visalign.memory import AutoCount
 from visalign.settings import Count, Natural, NonNegative, Positive, Share, settings
+from visalign.swapping import distribute_like
 
 from .adamw_8bit import AdamW8bit, join_state, split_state
 from .checkpoint import Checkpoint, CheckpointError
-from .sharding import distribute_like, gathered
+from .sharding import gathered
 
 Named = Sequence[tuple[str, nn.Parameter]]
 

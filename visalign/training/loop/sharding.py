@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from visalign.errors import UserError
 
@@ -211,14 +211,6 @@ def read_shards(folder: Path, divided: Mapping[str, Tensor]) -> dict[str, Tensor
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         load(tensors, storage_reader=reader, no_dist=True)
     return tensors
-
-
-def distribute_like(value: Tensor, other: Tensor) -> Tensor:
-    """Move a tensor, whole or divided, to the other's device and divide it as the other is."""
-    value = value.to(other.device)
-    if not isinstance(other, DTensor) or isinstance(value, DTensor):
-        return value
-    return distribute_tensor(value, other.device_mesh, other.placements, src_data_rank=None)
 
 
 def is_divided(network: nn.Module) -> bool:
