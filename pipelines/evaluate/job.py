@@ -153,8 +153,9 @@ def evaluate_sets(
 ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
     """Evaluate on several sets; return set -> result of `evaluate`, and a leaderboard over the sets of each kind."""
     settings = settings or IntervalSettings()
-    if len(set(sources)) < len(sources):
-        raise UserError(f"A set is named twice: {listed(sorted(s for s in set(sources) if sources.count(s) > 1))}.")
+    files = [Path(source).resolve() for source in sources]
+    if twice := [source for source, file in zip(sources, files, strict=True) if files.count(file) > 1]:
+        raise UserError(f"A set is named twice: {listed(twice)}.")
     if output is not None:
         check_run_folder(output, resume=resume)
     rewards, of_rewards, device = (options.get(name) for name in ("rewards", "options", "device"))

@@ -370,7 +370,9 @@ def test_several_sets_make_one_leaderboard(tmp_path: Path) -> None:
     assert all((output / name / "evaluation.html").is_file() for name in board["sets"])
     again = CliRunner().invoke(app, command)
     assert again.exit_code == 2 and "is not empty" in again.output
-    twice = CliRunner().invoke(app, ["evaluate", sources[0], sources[0], "-s", "m0"])
+    twice = CliRunner().invoke(
+        app, ["evaluate", sources[0], f"{tmp_path}/./{Path(sources[0]).relative_to(tmp_path)}", "-s", "m0"]
+    )
     assert twice.exit_code == 2 and "A set is named twice" in twice.output
 
 
@@ -388,6 +390,7 @@ def test_sets_of_two_kinds_have_a_leaderboard_each_and_a_reward_without_a_report
     rows.write_text("image,mos,a,b\n" + "".join(f"{k}.png,{k},{k % 3},1\n" for k in range(9)))
     _, boards = evaluate_sets([str(pairs), str(rows)], columns=["a"], settings=IntervalSettings(resamples=100))
     assert [board["kind"] for board in boards] == ["preferences", "quality"]
+    assert boards[1]["rows"][0]["high"] == 1.0  # the ends of a correlation's interval are correlations
     empty: dict[str, Any] = {"set": {"kind": "quality"}, "comparisons": [], "judges": []}
     reports = [{"judge": {"name": "a"}, "correlations": {"srcc": boards[1]["rows"][0]}}]
     results = {"x": empty | {"judges": reports}, "y": empty}

@@ -150,6 +150,8 @@ def leaderboard_of_sets(results: Mapping[str, Mapping[str, Any]], *, level: floa
         name: {judge["judge"]["name"]: headline(judge) for judge in result["judges"]}
         for name, result in results.items()
     }
+    kind = next(iter(results.values()))["set"]["kind"]
+    smallest = 0.0 if kind == "preferences" else -1.0  # of a share, of a correlation
     judges = list(dict.fromkeys(judge for by_judge in numbers.values() for judge in by_judge))
     ranked = [judge for judge in judges if all(judge in by_judge for by_judge in numbers.values())]
     single = 1 - (1 - level) / max(len(ranked), 1)
@@ -158,7 +160,9 @@ def leaderboard_of_sets(results: Mapping[str, Mapping[str, Any]], *, level: floa
         by_set = {name: by_judge[judge] for name, by_judge in numbers.items()}
         estimate, std = _mean_of_sets([*by_set.values()])
         reach = float(stats.norm.ppf((1 + single) / 2)) * std if std is not None else None
-        ends = {"low": None, "high": None} if reach is None else {"low": estimate - reach, "high": estimate + reach}
+        ends = {"low": None, "high": None}
+        if reach is not None:
+            ends = {"low": max(estimate - reach, smallest), "high": min(estimate + reach, 1.0)}
         rows.append({"judge": judge, "estimate": estimate, **ends, "level": level, "sets": by_set})
     by_pair = [{(c["first"], c["second"]): c["difference"] for c in r["comparisons"]} for r in results.values()]
     comparisons: list[dict[str, Any]] = []
@@ -169,7 +173,6 @@ def leaderboard_of_sets(results: Mapping[str, Mapping[str, Any]], *, level: floa
             entry = {"first": first, "second": second, "difference": {"estimate": estimate}, "p_value": p_value}
             comparisons.append(entry)
     add_holm(comparisons, level=level)
-    kind = next(iter(results.values()))["set"]["kind"]
     unranked = [judge for judge in judges if judge not in ranked]
     return {"kind": kind, "sets": [*results], "rows": _in_order(rows, comparisons), "unranked": unranked}
 
