@@ -66,7 +66,7 @@ KINDS: dict[str, Callable[[str, Any], bool]] = {
     "detectable_format:number_highlighted_sections": lambda t, a: (
         _count(r"\*\*[^\n*]*[^\s*][^\n*]*\*\*|\*[^\n*]*[^\s*][^\n*]*\*", t) >= a["num_highlights"]),
     "detectable_format:multiple_sections": lambda t, a: (
-        _count(rf"{re.escape(a['section_spliter'])}\s?\d+", t) >= a["num_sections"]),
+        len(re.findall(rf"{re.escape(a['section_spliter'])}\s?\d+", t)) >= a["num_sections"]),
     "detectable_format:constrained_response": lambda t, a: any(answer in t for answer in _ANSWERS),
     "detectable_format:json_format": lambda t, a: _is_json(re.sub(r"(?i)^```(json)?|```$", "", t.strip()), {}),
     "detectable_format:title": lambda t, a: _count(r"<<[^\n]*[^\s<>][^\n]*>>", t) > 0,

@@ -67,7 +67,7 @@ class TextFormat(TextRule):
 
 REFUSAL = re.compile(
     r"\bi(?:\s+(?:can(?:\s*not|['’]t)|won['’]t|will\s+not|am\s+(?:unable|not\s+(?:able|going)))"
-    r"|['’]m\s+(?:unable|not\s+(?:able|going)))(?:\s+to)?\s+"
+    r"|['’]m\s+(?:unable|not\s+(?:able|going)))(?:\s+(?:be\s+able|in\s+good\s+conscience))?(?:\s+to)?\s+"
     r"(?:help(?!\s+(?:but|\w+ing)\b)|assist|provide|comply|create|write|share|fulfill?|discuss|generate|engage|support"
     r"|participate|continue\s+with|offer|do\s+(?:that|this|so)|tell\s+you|give\s+(?:you|out|any|instructions|advice)"
     r"|answer(?:\s+(?:that|this|these|those|your|such|any)|(?=[.!]|$)))\b"

@@ -30,7 +30,7 @@ TEXTS: dict[str, tuple[dict[str, Any], str, str]] = {  # kind -> (arguments, a t
     "detectable_format:number_bullet_lists": ({"num_bullets": 2}, "* a\n - b", "* a\n - b\n* c"),
     "detectable_format:number_highlighted_sections": ({"num_highlights": 2}, "*a* and **b c**", "*a* ** **"),
     "detectable_format:multiple_sections": (
-        {"section_spliter": "Part", "num_sections": 2}, "Part 1 a Part 2", "Part a"),
+        {"section_spliter": "Part", "num_sections": 2}, "Part 1 a Part 2", "PART 1 part 2"),
     "detectable_format:constrained_response": ({}, "My answer is maybe.", "Maybe."),
     "detectable_format:json_format": ({}, '```json\n{"a": 1}\n```', '{"a": }'),
     "detectable_format:title": ({}, "<<A day>>\nIt", "<< >> <A>"),
