@@ -7,7 +7,7 @@ import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from tarfile import TarError
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from visalign.data.sets.image_references import CompletionText
+from visalign.data.sets.image_references import CompletionText, image_bytes
 from visalign.data.sets.prompt_files import listed_sources
 from visalign.interfaces import Metadata, PointwiseReward, Preferences, Scores, with_capabilities
 from visalign.rewards.base.contract import RewardError, answer_of, read_metadata, rows_of
@@ -110,8 +110,8 @@ def content_digest(item: Any) -> bytes | None:
         return hashlib.sha256(b"text" + item.encode("utf-8", "surrogatepass")).digest()
     if isinstance(item, str | os.PathLike):
         try:
-            return hashlib.sha256(b"file" + Path(item).read_bytes()).digest()
-        except OSError:
+            return hashlib.sha256(b"file" + image_bytes(os.fspath(item))).digest()
+        except (OSError, ValueError, LookupError, TarError):
             return None
     if (length := animation_length(item)) > 1 and isinstance(item, Image.Image):
         item = [frame for frame in load_animation(item, range(length)).images if frame is not None]

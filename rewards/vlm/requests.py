@@ -16,6 +16,7 @@ import torch
 from jinja2 import TemplateError
 from torch import Tensor
 
+from visalign.data.sets.image_references import resolve_image
 from visalign.data.sets.prompt_files import listed_sources
 from visalign.rewards.base.contract import Request, RewardError, prompt_problem
 from visalign.rewards.base.images import load_images
@@ -354,7 +355,7 @@ def source_images(metadata: Sequence[Mapping[str, Any] | None], reasons: list[st
             reasons[row] = reasons[row] or 'its record has no "source", the image that was edited'
             continue
         try:
-            batch = load_images(sources[:1])
+            batch = load_images([resolve_image(source) if isinstance(source := sources[0], str) else source])
             image, reason = batch.images[0], batch.reasons[0]
         except (TypeError, ValueError) as error:  # of the record, which costs its row alone
             image, reason = None, str(error)

@@ -3,6 +3,7 @@
 
 import hashlib
 
+import pandas
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.judges.official import PIXELS, images
 from tests.support.judges.published_vlm import edit_reward
 from tests.support.models.vision_language import save_tiny_seeing_model, tiny_seeing_model, tiny_seeing_tokenizer
+from visalign.data.sets.image_references import parquet_reference
 from visalign.rewards import RewardError, check_reward, load_reward
 from visalign.rewards.hpsv3.edit_reward import QUESTIONS
 
@@ -30,6 +32,10 @@ def test_an_edit_needs_its_source_and_heads_are_two(tmp_path) -> None:
     assert scores.value[2] == pytest.approx(float(both)) and scores.std is not None and scores.std[2] > 0
     other = judge.score(images()[2:3], ["a"], [{"source": images()[0]}])
     assert other.value[0] != scores.value[2], "the source is seen"
+    images()[0].save(file := tmp_path / "source.png")
+    pandas.DataFrame({"source": [{"bytes": file.read_bytes(), "path": file.name}]}).to_parquet(tmp_path / "t.parquet")
+    inside = {"source": parquet_reference(tmp_path / "t.parquet", "source", 0)}  # as a table's rows hold it
+    assert judge.score(images()[2:3], ["a"], [inside]).value[0] == other.value[0]
     check_reward(judge, images=torch.rand(3, 3, 16, 16), prompts=["a", "b", "c"], metadata=RECORDS[:3], tolerance=1e-4)
     (tmp_path / "one").mkdir()
     state = load_file(tmp_path / "model.safetensors")
