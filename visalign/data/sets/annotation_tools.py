@@ -100,12 +100,14 @@ def _argilla_record(row: Row) -> tuple[Row, Annotations] | None:
         data, responses = {**(row.get("metadata") or {}), **row["fields"]}, row.get("responses") or {}
     else:
         flat = {name.removesuffix(".responses"): name for name in row if name.endswith(".responses")}
-        users = {name: row.get(f"{column}.users") or [] for name, column in flat.items()}
-        responses = {
-            name: [
-                {"value": value, "user_id": user} for value, user in zip(row[column] or (), users[name], strict=False)
-            ]
+        ends = {"value": "", "user_id": ".users", "status": ".status"}  # the last is absent in older exports
+        cells = {
+            name: {key: row[f"{column}{end}"] or () for key, end in ends.items() if f"{column}{end}" in row}
             for name, column in flat.items()
+        }
+        responses = {
+            name: [dict(zip(lists, entry, strict=True)) for entry in zip(*lists.values(), strict=False)]
+            for name, lists in cells.items()
         } or {name: cell for name, cell in row.items() if _are_responses(cell)}
         data = {name: value for name, value in row.items() if name.split(".")[0] not in responses}
         if not responses:
