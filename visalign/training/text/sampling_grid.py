@@ -113,14 +113,15 @@ def sample_point(
         if point.hinted:  # a judge does not see the hint
             rollout = replace(rollout, prompt=[record["prompt"] for record in metadata])
         scores = score_generated(rollout, metadata, partial(score_named, reward, name=reward.name))
-        pairs = zip(rollout.prompt, metadata, strict=True)
         value = scores.value.detach().float().cpu()
         valid = scores.valid.cpu() & value.isfinite()
         failures = [reason or "value not finite" for reason in scores.reason or ()]
         parts.append(
             Completions(
                 prompt=[i for i in index for _ in range(samples)],
-                completed_prompt=[None if p == record["prompt"] else p for p, record in pairs],
+                completed_prompt=[
+                    None if p == r["prompt"] else p for p, r in zip(rollout.prompt, metadata, strict=True)
+                ],
                 number=list(range(samples)) * len(index),
                 point=[point] * len(metadata),
                 text=list(rollout.text),
