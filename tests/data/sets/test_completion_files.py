@@ -65,20 +65,16 @@ def test_votes_come_from_labels_pairs_and_rewards(tmp_path):
         load_votes(path)
 
 
-@pytest.mark.parametrize("load", [load_pairs, load_votes])
-def test_empty_completions_are_refused_or_left_out(load, tmp_path):
-    path = _file(tmp_path, PAIR, {**PAIR, "rejected": " "})
-    with pytest.raises(UserError, match=r"1 of \d records .* have empty completions.*rows 2\..*unusable=drop"):
+@pytest.mark.parametrize(
+    ("load", "rejected", "fault"),
+    [(load_pairs, " ", "empty"), (load_votes, " ", "empty"), (load_pairs, "good", "equal")],
+)
+def test_unusable_completions_are_refused_or_left_out(load, rejected, fault, tmp_path):
+    path = _file(tmp_path, PAIR, {**PAIR, "rejected": rejected})
+    with pytest.raises(UserError, match=rf"1 of \d records .* have {fault} completions.*rows 2\..*unusable=drop"):
         load(path)
-    assert load(path, unusable="drop").left_out == {"empty": 1}
-
-
-def test_equal_completions_are_refused_or_left_out(tmp_path):
-    path = _file(tmp_path, {**PAIR, "rejected": "good"}, PAIR)
-    with pytest.raises(UserError, match=r"1 of 2 records of .* have equal completions: rows 1\."):
-        load_pairs(path)
-    pairs = load_pairs(path, unusable="drop")
-    assert pairs.records == [PAIR] and pairs.left_out == {"equal": 1}
+    usable = load(path, unusable="drop")
+    assert usable.records[0]["prompt"] == PAIR["prompt"] and usable.left_out == {fault: 1}
 
 
 @pytest.mark.parametrize(

@@ -150,14 +150,9 @@ def argilla(form):
     answers = [[(2 + i, "u1"), (5, "u2")] for i in (0, 1)]
     fields = [{"image": name, "prompt": prompt} for name, prompt in (("a.png", "a cat"), ("b c.png", "a dog"))]
     if form == "flat":
-        rows = [
-            {
-                "q.responses": [*(v for v, _ in a), 1],
-                "q.responses.users": [*(u for _, u in a), "u3"],
-                "q.responses.status": ["submitted", "submitted", "draft"],
-            }
-            for a in answers
-        ]
+        marked = [[*((v, user, "submitted") for v, user in a), (1, "u3", "draft")] for a in answers]
+        names = ("q.responses", "q.responses.users", "q.responses.status")
+        rows = [dict(zip(names, map(list, zip(*entries, strict=True)), strict=True)) for entries in marked]
         return [
             {"id": "x", "_server_id": None, **f, **row, "q.suggestion": None}
             for f, row in zip(fields, rows, strict=True)

@@ -50,13 +50,14 @@ def test_other_pairs_have_neither(tmp_path):
     assert "best_of_n" not in result["slices"] and result["ties"] is None
 
 
-@pytest.mark.parametrize("wrong", ([], [3], ["b", None]))
-def test_lists_without_texts_are_named(tmp_path, wrong):
-    with pytest.raises(UserError, match=r"Row 2 has chosen \['a'\] and rejected .*needs one text or more"):
-        report(tmp_path, row("0", "a", "b"), json.dumps({"prompt": "q", "chosen": ["a"], "rejected": wrong}))
-
-
-@pytest.mark.parametrize(("right", "wrong", "side"), [(["a"], "b", "rejected"), ("a", ["b", "c"], "chosen")])
-def test_a_list_on_one_side_only_is_named(tmp_path, right, wrong, side):
-    with pytest.raises(UserError, match=rf"Row 1 has a list of answers as \w+ and one text as {side}. Write {side}"):
-        report(tmp_path, json.dumps({"prompt": "q", "chosen": right, "rejected": wrong}))
+@pytest.mark.parametrize(
+    ("right", "wrong", "message"),
+    [
+        *((["a"], wrong, r"chosen \['a'\] and rejected .*needs one text or more") for wrong in ([], [3], ["b", None])),
+        (["a"], "b", r"a list of answers as \w+ and one text as rejected. Write rejected"),
+        ("a", ["b", "c"], r"a list of answers as \w+ and one text as chosen. Write chosen"),
+    ],
+)
+def test_lists_without_texts_or_on_one_side_only_are_named(tmp_path, right, wrong, message):
+    with pytest.raises(UserError, match=rf"Row 2 has {message}"):
+        report(tmp_path, row("0", "a", "b"), json.dumps({"prompt": "q", "chosen": right, "rejected": wrong}))

@@ -236,6 +236,10 @@ def test_a_quality_set(tmp_path: Path) -> None:
     assert 0.8 < q["correlations"]["srcc"]["low"] < q["correlations"]["srcc"]["estimate"]
     assert q["correlations"]["plcc_logistic5"]["estimate"] >= q["correlations"]["plcc"]["estimate"] - 1e-9
     assert result["comparisons"][0]["difference"]["high"] < 0
+    scores = [{"image": r.image, "reward": "noise", "value": -r.mos, "higher_is_better": False} for r in rows]
+    (tmp_path / "scores.json").write_text(json.dumps(scores))
+    (joined,) = evaluate(**options | {"columns": ("noise",)}, join=[tmp_path / "scores.json"])["judges"]
+    assert joined["correlations"]["srcc"]["estimate"] == pytest.approx(1.0)
     wrong_way = evaluate(**options)["judges"][1]
     assert any("--lower-is-better" in note for note in wrong_way["notes"])
     with pytest.raises(RewardError, match=r"gives no score of one"):
@@ -374,14 +378,6 @@ def test_several_sets_make_one_leaderboard(tmp_path: Path) -> None:
         app, ["evaluate", sources[0], f"{tmp_path}/./{Path(sources[0]).relative_to(tmp_path)}", "-s", "m0"]
     )
     assert twice.exit_code == 2 and "A set is named twice" in twice.output
-
-
-def test_joined_scores_bring_the_direction_of_their_reward(tmp_path: Path) -> None:
-    (tmp_path / "set.csv").write_text("image,mos\n" + "".join(f"{k}.png,{k}\n" for k in range(9)))
-    rows = "".join(f"{k}.png,noise,{-k},False\n" for k in range(9))
-    (tmp_path / "scores.csv").write_text(f"image,reward,value,higher_is_better\n{rows}")
-    result = evaluate(str(tmp_path / "set.csv"), join=[tmp_path / "scores.csv"], columns=["noise"])
-    assert result["judges"][0]["correlations"]["srcc"]["estimate"] == pytest.approx(1.0)
 
 
 def test_sets_of_two_kinds_have_a_leaderboard_each_and_a_reward_without_a_report_none(tmp_path: Path) -> None:
