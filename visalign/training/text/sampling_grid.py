@@ -85,7 +85,7 @@ def sample_point(
     seed: int,
     prompts_per_call: int = 64,
     prompts: Sequence[Prompt] | None = None,
-    after_call: Callable[[int], object] | None = None,
+    after_call: Callable[[int], object] = lambda done: None,
 ) -> Completions:
     """Complete every record `samples` times at one grid point, prompt by prompt, and score the completions.
 
@@ -133,8 +133,7 @@ def sample_point(
                 unread=[getattr(text, "answers", ()) for text in rollout.text],
             )
         )
-        if after_call is not None:
-            after_call(index.stop)
+        after_call(index.stop)
     return join_completions(parts)
 
 
