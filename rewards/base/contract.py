@@ -19,6 +19,7 @@ from visalign.data.sets.prompt_files import record_key
 from visalign.errors import RewardError as RewardError
 from visalign.interfaces import Metadata, Preferences, Scores
 
+from .failure import failure_reasons
 from .images import ImageBatch, as_contract, load_images
 
 _INVISIBLE = ("Zs", "Zl", "Zp", "Cc", "Cf")  # Unicode's categories of separators, control and format characters
@@ -201,20 +202,22 @@ def make_scores(
 
 
 def rows_of(answer: Scores | Preferences) -> list[dict[str, Any]]:
-    """Split an answer into rows of plain values: numbers by column, text, and the reason of a failed one."""
+    """Split an answer into rows of plain values: numbers by column, text, and the reason of a failed one.
+
+    A valid row without a finite number becomes invalid.
+    """
     main = answer.value if isinstance(answer, Scores) else answer.prob
     columns = {"main": main, "std": answer.std, **{f"part.{name}": part for name, part in answer.parts.items()}}
     if isinstance(answer, Preferences):
         columns["log_odds"] = answer.log_odds
     numbers = {name: column.tolist() for name, column in columns.items() if column is not None}
-    texts, reasons = answer.text or [None] * len(answer), answer.reason or [None] * len(answer)
+    texts, reasons = answer.text or [None] * len(answer), failure_reasons(answer)
+    for row, number in enumerate(numbers["main"]):
+        if reasons[row] is None and not math.isfinite(number):
+            reasons[row], numbers["main"][row] = f"the judge's answer is {number}, which is no score", math.nan
     return [
-        {
-            "columns": {name: column[row] for name, column in numbers.items()},
-            "text": texts[row],
-            "reason": None if is_valid else reasons[row] or "no reason given",
-        }
-        for row, is_valid in enumerate(answer.valid.tolist())
+        {"columns": {name: column[row] for name, column in numbers.items()}, "text": text, "reason": reason}
+        for row, (text, reason) in enumerate(zip(texts, reasons, strict=True))
     ]
 
 

@@ -9,7 +9,6 @@ A request is safetensors: uint8 images [3, H, W] named "image.0", "image.1", ...
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -116,17 +115,12 @@ def pack_answer(answer: Scores | Preferences) -> bytes:
 
 
 def unpack_answer(raw: bytes, size: int) -> Scores | Preferences:
-    """Read an answer of `size` rows; a valid row without a finite number becomes invalid."""
+    """Read an answer of `size` rows."""
     try:
         about = json.loads(raw)
         rows = about["rows"]
         if about["format"] != FORMAT or len(rows) != size:
             raise ValueError(f"{len(rows)} rows for {size} samples, in the format {about['format']!r}")
-        for row in rows:
-            main = row["columns"]["main"]
-            if row["reason"] is None and not math.isfinite(main):
-                row["reason"] = f"the judge's answer is {main}, which is no score"
-                row["columns"]["main"] = math.nan
         return answer_of(rows, about["unit"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise WireError(f"an answer in the format {FORMAT} ({type(error).__name__}: {error})") from error

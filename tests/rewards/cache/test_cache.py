@@ -292,6 +292,21 @@ def test_content_of_every_form():
     assert red.tobytes() == green.tobytes() and content_digest(red) != content_digest(green)
 
 
+def test_a_number_that_is_none_is_not_stored(tmp_path: Path):
+    class Nan(Mean):
+        def score(self, *request: Any) -> Scores:
+            scores = super().score(*request)
+            return Scores(**{**vars(scores), "value": torch.where(scores.value > 200, torch.nan, scores.value)})
+
+    reward = Nan()
+    cached = CachedReward(reward, ScoreCache(tmp_path))
+    white = torch.full_like(PIXELS[:1], 255)
+    scores = [cached.score(torch.cat([PIXELS[:1], white]), ["a", "b"]) for _ in range(2)][1]
+    assert (
+        scores.valid.tolist() == [True, False] and "nan, which is no score" in str(scores.reason) and reward.asked == 3
+    )
+
+
 @pytest.mark.parametrize("entry", ["'{'", '\'{"columns": {"main": "a"}, "text": null}\''])
 def test_a_row_that_cannot_be_read_is_computed_again(tmp_path: Path, entry: str):
     reward = Mean()
