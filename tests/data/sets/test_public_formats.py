@@ -146,6 +146,10 @@ def label_studio_min():
     ]
 
 
+def label_studio_plain():
+    return [{**row, "rating": row.pop("q")[0]["rating"]} for row in label_studio_min()]
+
+
 def argilla(form):
     answers = [[(2 + i, "u1"), (5, "u2")] for i in (0, 1)]
     fields = [{"image": name, "prompt": prompt} for name, prompt in (("a.png", "a cat"), ("b c.png", "a dog"))]
@@ -166,8 +170,8 @@ def argilla(form):
 
 @pytest.mark.parametrize(
     "rows",
-    [label_studio(), label_studio_min(), argilla("nested"), argilla("flat"), argilla("dataset")],
-    ids=["label-studio", "label-studio-min", "argilla", "argilla-flat", "argilla-dataset"],
+    [label_studio(), label_studio_min(), label_studio_plain(), *map(argilla, ("nested", "flat", "dataset"))],
+    ids=["label-studio", "label-studio-min", "label-studio-plain", "argilla", "argilla-flat", "argilla-dataset"],
 )
 def test_exported_ratings(tmp_path, rows):
     ratings = load_source(str(save(tmp_path / "a.json", rows)))
@@ -213,15 +217,6 @@ def test_what_is_exported_is_read_again(tmp_path, write, answer):
     rows = [row for _, row in read_rows(save(tmp_path / "a.json", write(votes)))]
     ours = [{k: v for k, v in row.items() if k not in ("annotator", "voters")} for row in rows]
     assert ours == [{**data, **answer}] * 2 and len({row["annotator"] for row in rows}) == 2
-
-
-def test_short_exports_keep_answers_in_words_of_ones_own(tmp_path):
-    row = {"prompt": "p", "image_left": "a.png", "annotator": 1, "annotation_id": 1}
-    words = ("Left is better", "tie")
-    rows = [{**row, "image_right": f"{i}.png", "choice": word} for i, word in enumerate(words)]
-    columns = Columns(labels="Left is better=left,tie=tie")
-    loaded = load_preferences(save(tmp_path / "a.json", rows), columns=columns)
-    assert [pair.label for pair in loaded.pairs] == [1.0, 0.5]
 
 
 def test_a_note_on_a_region_is_not_its_annotator(tmp_path):

@@ -26,10 +26,7 @@ def test_reliability_by_hand() -> None:
     assert diagram.confidence.tolist() == pytest.approx([0.15, 0.85])
     assert diagram.frequency.tolist() == [0.5, 1.0]
     assert diagram.ece == pytest.approx(0.5 * 0.35 + 0.5 * 0.15) and diagram.mce == pytest.approx(0.35)
-
-
-def test_a_probability_on_an_edge_goes_up_and_empty_bins_are_nan() -> None:
-    diagram = reliability([0.5, 1.0, 0.0], [1, 1, 0], bins=4)
+    diagram = reliability([0.5, 1.0, 0.0], [1, 1, 0], bins=4)  # an edge goes up, an empty bin is NaN
     assert diagram.count.tolist() == [1, 0, 1, 1]
     assert math.isnan(diagram.confidence[1]) and diagram.ece == pytest.approx(0.5 / 3)
 

@@ -50,8 +50,10 @@ def test_a_table_keeps_its_other_columns_and_forgets_what_was_said(images, tmp_p
     assert "label" not in task.extra
     (task,) = read_tasks([table(tmp_path, row)], single=False)
     assert task.extra == {"generator_left": "m"} and task.gold is None
-    (gold,) = gold_tasks(table(tmp_path, row))
+    (gold,) = gold_tasks(table(tmp_path, row, row))
     assert gold.gold == "left" and gold.key != task.key
+    with pytest.raises(UserError, match=r"Row 2 of .* has another answer to an earlier pair"):
+        gold_tasks(table(tmp_path, row, {**row, "label": 0}))
 
 
 @pytest.mark.parametrize(
@@ -79,13 +81,6 @@ def test_single_of_pairs_split_gold_and_forms_are_refused(images, tmp_path):
         Form(checklist=("red", "red"))
     with pytest.raises(UserError, match=r"form\.checklist is .* at most 40 items"):
         Form(checklist=tuple(map(str, range(41))))
-
-
-def test_gold_pairs_are_held_to_what_others_are(images, tmp_path):
-    row = {"prompt": "x", "image_left": "a.png", "image_right": "b.png", "label": 1}
-    assert len(gold_tasks(table(tmp_path, row, row))) == 1
-    with pytest.raises(UserError, match=r"Row 2 of .* has another answer to an earlier pair"):
-        gold_tasks(table(tmp_path, row, {**row, "label": 0}))
 
 
 def sampled(folder: Path, seeds: range, prompts: tuple[str, ...] = ("x", "y"), *, table: bool = True) -> str:

@@ -257,10 +257,7 @@ def test_grades_of_pairs_are_exported_and_other_tools_are_told_what_they_lack(tm
     vote_all(store, "c", lambda task: {"choice": "right", "checklist": {"bright?": number_of(task) > 3}})
     vote_all(store, "d", lambda task: {"choice": "right", "checklist": {"bright?": number_of(task) > 3}})
     rows = export_rows(store, select_votes(store))
-    assert rows[0]["answers"] == [
-        {"annotator": "a", "slider": 4.0, "text": "dark"},
-        {"annotator": "b", "slider": 2.5},
-    ]
+    assert rows[0]["answers"] == [{"annotator": "a", "slider": 4.0, "text": "dark"}, {"annotator": "b", "slider": 2.5}]
     summary = report(store, select_votes(store), SETTINGS)
     assert summary["alphas"]["bright?"]["estimate"] == 1.0 and summary["alphas"]["slider"]["estimate"] < 0
     assert summary["annotators"][0]["above_the_rest"] == 1.5

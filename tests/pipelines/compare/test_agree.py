@@ -167,13 +167,9 @@ def test_rewards_get_metadata_and_source_of_a_row(images: dict[str, Any], tmp_pa
     row = {"prompt": "x", **images, "metadata": {"text": "OPEN"}, "source": "cup.png"}
     (tmp_path / "t.jsonl").write_text(json.dumps(row) + "\n")
     assert read_set(str(tmp_path / "t.jsonl"))[0].metadata == {"text": "OPEN", "source": "cup.png"}
-
-
-def test_both_texts_of_a_pair_are_read_with_their_scores(tmp_path: Path) -> None:
-    row = {"prompt": "x", "chosen": "yes", "rejected": "no", "m_left": 1, "m_right": 0}
-    (tmp_path / "t.jsonl").write_text(json.dumps(row) + "\n")
-    rows = read_set(str(tmp_path / "t.jsonl"), scores=["m"])
-    scores = {row.image: row.metadata["scores"] for row in rows if row.metadata}
+    texts = {"prompt": "x", "chosen": "yes", "rejected": "no", "m_left": 1, "m_right": 0}
+    (tmp_path / "t.jsonl").write_text(json.dumps(texts) + "\n")
+    scores = {r.image: r.metadata["scores"] for r in read_set(str(tmp_path / "t.jsonl"), scores=["m"]) if r.metadata}
     assert scores == {"text://yes": {"m": 1}, "text://no": {"m": 0}}
 
 
