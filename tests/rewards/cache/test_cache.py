@@ -44,7 +44,8 @@ class Mean:
             why or ("too dark" if mean < self.floor else None)
             for why, mean in zip(request.images.reasons, means.tolist(), strict=True)
         ]
-        value = means * 255 + torch.tensor([float(len(prompt)) for prompt in request.prompts])
+        lengths = [float("nan" if prompt == "nan" else len(prompt)) for prompt in request.prompts]
+        value = means * 255 + torch.tensor(lengths)
         scores = make_scores(value, reasons, self.unit, parts={"mean": means}, text=[p * 2 for p in prompts])
         return Scores(**{**vars(scores), "std": torch.where(scores.valid, 0.5, torch.nan)})
 
@@ -145,14 +146,14 @@ def test_failures_are_not_kept_and_harm_no_other(tmp_path: Path):
     cached = CachedReward(reward, ScoreCache(tmp_path / "cache"))
     broken = tmp_path / "broken.png"
     broken.write_bytes(b"no image")
-    images = [paths[0], tmp_path / "none.png", broken, paths[0], broken]
+    images = [paths[0], tmp_path / "none.png", broken, paths[0], broken, paths[0]]
     for round_ in range(2):
-        scores = cached.score(images, ["a"] * 5)
-        assert scores.valid.tolist() == [True, False, False, True, False]
+        scores = cached.score(images, ["a"] * 5 + ["nan"])
+        assert scores.valid.tolist() == [True, False, False, True, False, False]
         reasons = list(scores.reason or [])
         assert "no such image file" in str(reasons[1]) and "cannot be decoded" in str(reasons[2])
-        assert reasons[2] == reasons[4] and reasons[0] is None
-        assert reward.asked == (3, 5)[round_]
+        assert reasons[2] == reasons[4] and reasons[0] is None and "nan, which is no score" in str(reasons[5])
+        assert reward.asked == (4, 7)[round_]
     assert len(cached.cache) == 1
     dark = Mean(floor=2.0)
     assert not CachedReward(dark, ScoreCache(tmp_path / "dark")).score(PIXELS, PROMPTS).valid.any()
@@ -290,21 +291,6 @@ def test_content_of_every_form():
     red.putpalette([255, 0, 0])
     green.putpalette([0, 255, 0])
     assert red.tobytes() == green.tobytes() and content_digest(red) != content_digest(green)
-
-
-def test_a_number_that_is_none_is_not_stored(tmp_path: Path):
-    class Nan(Mean):
-        def score(self, *request: Any) -> Scores:
-            scores = super().score(*request)
-            return Scores(**{**vars(scores), "value": torch.where(scores.value > 200, torch.nan, scores.value)})
-
-    reward = Nan()
-    cached = CachedReward(reward, ScoreCache(tmp_path))
-    white = torch.full_like(PIXELS[:1], 255)
-    scores = [cached.score(torch.cat([PIXELS[:1], white]), ["a", "b"]) for _ in range(2)][1]
-    assert (
-        scores.valid.tolist() == [True, False] and "nan, which is no score" in str(scores.reason) and reward.asked == 3
-    )
 
 
 @pytest.mark.parametrize("entry", ["'{'", '\'{"columns": {"main": "a"}, "text": null}\''])
