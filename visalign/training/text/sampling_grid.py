@@ -112,6 +112,7 @@ def sample_point(
         metadata = [records[i] for i in index for _ in range(samples)]
         if point.hinted:  # a judge does not see the hint
             rollout = replace(rollout, prompt=[record["prompt"] for record in metadata])
+        pairs = zip(rollout.prompt, metadata, strict=True)
         scores = score_generated(rollout, metadata, partial(score_named, reward, name=reward.name))
         value = scores.value.detach().float().cpu()
         valid = scores.valid.cpu() & value.isfinite()
@@ -119,9 +120,7 @@ def sample_point(
         parts.append(
             Completions(
                 prompt=[i for i in index for _ in range(samples)],
-                completed_prompt=[
-                    None if p == r["prompt"] else p for p, r in zip(rollout.prompt, metadata, strict=True)
-                ],
+                completed_prompt=[None if p == record["prompt"] else p for p, record in pairs],
                 number=list(range(samples)) * len(index),
                 point=[point] * len(metadata),
                 text=list(rollout.text),
