@@ -79,7 +79,6 @@ class PromptBatch:
         return [prompt for prompt in range(len(self.prompts)) for _ in range(self.generations)]
 
     def begun(self, sample: int) -> list[int]:
-        """Return the tokens that a completion starts with."""
         return [] if self.after is None else list(self.after[sample])
 
     def prompt_of(self, sample: int) -> EncodedPrompt:

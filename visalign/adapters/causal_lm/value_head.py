@@ -96,7 +96,6 @@ class ValueModel(nn.Module):
         return blank.index_put((live[packed.row].to(device), packed.column.to(device)), values)
 
     def save(self, folder: Path) -> None:
-        """Write the trunk as `save_pretrained` does, and the head beside it."""
         self.trunk.save_pretrained(folder)
         self.head.save(Path(folder))
         umask_permissions(Path(folder))

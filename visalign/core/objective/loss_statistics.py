@@ -34,7 +34,6 @@ class LossStatistics:
     """max |log r|; the only field that is not a sum."""
 
     def plus(self, other: LossStatistics) -> LossStatistics:
-        """Add another micro-batch."""
         summed: dict[str, Any] = dict(vars(other))
         for name, value in vars(self).items():
             if value is not None:

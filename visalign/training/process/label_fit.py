@@ -186,7 +186,6 @@ def fit_labels(
 
 
 def report_labels(batches: Sequence[LabelOutputs]) -> LabelReport:
-    """Compute loss and accuracies over several batches."""
     odds, label, loss = (
         torch.cat([getattr(batch, name).float().cpu() for batch in batches] or [torch.zeros(0)])
         for name in ("odds", "label", "loss")

@@ -52,7 +52,6 @@ def concatenate_pairs(parts: Sequence[HeldoutPairs]) -> HeldoutPairs:
 
 
 def score_batch(outputs: Outputs, batch: RewardBatch, task: Task) -> HeldoutPairs:
-    """Score the pairs of a batch from a model's outputs on it."""
     left, right, label, votes = batch.left, batch.right, batch.label, batch.votes
     assert left is not None and right is not None and label is not None
     value = outputs["value"].cpu()
