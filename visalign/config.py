@@ -137,15 +137,20 @@ def _parse_override(item: str) -> tuple[list[str], Any]:
     if not equals or not all(keys):
         raise ConfigError(f"Override {excerpt(item, 300)} is not of the form key.sub=value, such as seed=1.")
     try:
-        parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
-        check_bounds(parsed)
+        return keys, parse_value(text)
     except UNREADABLE as error:
         reason = f": {error}" if isinstance(error, OutOfBounds) else ""
         raise ConfigError(
             f"Override {excerpt(item)}: its value {excerpt(text)} is not valid YAML{reason}. Close its brackets, "
             "shorten its numbers, put a blank behind each colon of a mapping ({key: value}), or quote it."
         ) from error
-    return keys, parsed["value"]
+
+
+def parse_value(text: str) -> Any:
+    """Parse one value as OmegaConf reads YAML, which knows 1e-4 as a number."""
+    parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
+    check_bounds(parsed)
+    return parsed["value"]
 
 
 def check_bounds(value: Any, depth: int = 0) -> None:

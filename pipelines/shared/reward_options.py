@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
-from visalign.config import UNREADABLE, check_bounds
+from visalign.config import UNREADABLE, parse_value
 from visalign.errors import UserError, excerpt, suggestion
 from visalign.interfaces import PointwiseReward, with_capabilities
 from visalign.precision import check_device
@@ -21,8 +20,8 @@ from .run_folder import check_place
 def parse_options(items: list[str], option: str = "--option") -> dict[str, Any]:
     """Parse `NAME=VALUE` items, the values as YAML.
 
-    >>> parse_options(["quality=90", "prefer=smaller"])
-    {'quality': 90, 'prefer': 'smaller'}
+    >>> parse_options(["quality=90", "prefer=smaller", "tolerance=1e-3"])
+    {'quality': 90, 'prefer': 'smaller', 'tolerance': 0.001}
     """
     options: dict[str, Any] = {}
     for item in items:
@@ -30,8 +29,7 @@ def parse_options(items: list[str], option: str = "--option") -> dict[str, Any]:
         if not sign or not name.isidentifier():
             raise UserError(f"{option} is {excerpt(item)}; write NAME=VALUE, e.g. {option} quality=90.")
         try:
-            options[name] = yaml.safe_load(value)
-            check_bounds(options[name])
+            options[name] = parse_value(value)
         except UNREADABLE as error:
             raise UserError(f"{option} {excerpt(item)}: the value cannot be read ({error}). Quote it.") from error
     return options
