@@ -14,14 +14,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 @contextmanager
 def swapped_weights(parameters: Sequence[Tensor], stored: Sequence[Tensor]) -> Iterator[None]:
-    """Swap in stored values (of the same shapes), without copying; graphs built before stay valid after it.
-
-    Divided parameters get copies, as FSDP2 gathers from memory of its own.
-    """
+    """Swap in stored values (of the same shapes), without copying; graphs built before stay valid after it."""
 
     def swap(values: Sequence[Tensor]) -> None:
         for parameter, value in zip(parameters, values, strict=True):
-            if isinstance(parameter, DTensor):
+            if isinstance(parameter, DTensor):  # FSDP2 gathers from memory of its own
                 with torch.no_grad():
                     parameter.copy_(distribute_like(value, parameter))
             else:

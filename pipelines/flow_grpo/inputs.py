@@ -133,7 +133,9 @@ def _training_records(
     """Read (key, records, notes) of the prompts, stored pairs or images with captions that are learnt from."""
     data = config.data
     if data.pairs is not None:
-        return "data.pairs", *read_stored(data.pairs, edits, **_groups(config), **reading)
+        row, size = config.objective.regression, config.rollout.group_size
+        soft = bool(row and row.loss_options.get("soft"))
+        return "data.pairs", *read_stored(data.pairs, edits, size=size, soft=soft, limit=data.pairs_size, **reading)
     if data.images is not None:
         sizes = config.rollout.image_sizes
         return "data.images", *read_captioned(data.images, edits, data.images_size, sizes, data.map)
@@ -206,13 +208,6 @@ def _unfit_guidance(config: FlowGRPOConfig) -> Iterator[str]:
         if scale is not None and (scale < off or (without and scale > off)):
             allowed = "takes no guidance" if without else f"is guided by at least {off:g}, which switches guidance off"
             yield f"{section}.guidance is {scale:g}, and {config.model.path} {allowed}. Leave it out, or change it."
-
-
-def _groups(config: FlowGRPOConfig) -> dict[str, Any]:
-    """Return what the groups of `data.pairs` depend on, for `read_stored`."""
-    row = config.objective.regression
-    soft = bool(row and row.loss_options.get("soft"))
-    return {"size": config.rollout.group_size, "soft": soft, "limit": config.data.pairs_size}
 
 
 def _check_method(config: FlowGRPOConfig, reward: Any, records: Records, strata: list[str] | None, world: int) -> None:

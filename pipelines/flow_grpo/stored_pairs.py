@@ -86,8 +86,7 @@ def read_captioned(
     source: str, edits: Edits, limit: int | None, sizes: Sequence[Any] | None, names: Mapping[str, str]
 ) -> tuple[Records, tuple[str, ...]]:
     """Read the images with captions of `data.images`, each the only candidate of its record, and notes on those left
-    out. Each image is decoded once. With `sizes` a record's "bucket" is the number of the size of the nearest shape,
-    of equal shapes of the nearest area.
+    out. Each is decoded once; its "bucket" is the number of the nearest of `sizes`, by shape and then by area.
     """
     sides = [size if isinstance(size, list | tuple) else (size, size) for size in sizes or []]
     records: list[dict[str, Any]] = []

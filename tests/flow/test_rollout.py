@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.flow_policies import GaussianPolicy, LinearPolicy, Shift
-from tests.support.ratio import ratio_check
+from tests.support.ratio import all_pairs, ratio_check
 from visalign.flow import (
     RatioError,
     check_log_ratio,
@@ -37,7 +37,7 @@ def run(policy: DiffusionPolicy, **settings) -> Trajectory:
 
 
 def replay_all(policy: DiffusionPolicy, trajectory: Trajectory, condition: Shift = CONDITION):
-    sample, step = trajectory.all_pairs()
+    sample, step = all_pairs(trajectory)
     pairs = trajectory.pairs(sample, step)
     return pairs, replay(policy, condition.select(sample), pairs, trajectory.kernel)
 
@@ -53,9 +53,7 @@ def test_trajectory_is_consistent(schedule, noise_level, form):
     assert torch.equal(samples.sigma, SIGMAS[[0, 2, 3]]) and torch.equal(samples.sigma_next, SIGMAS[[1, 3, 4]])
     assert torch.equal(samples.x[:, 2], samples.x_next[:, 1])  # steps 2 and 3 are neighbours
     assert torch.equal(samples.x[:, 0], initial_noise(SEEDS, (2, 3, 3)).bfloat16())
-    assert len(samples) == 5 and samples.dimensions == 18
-    sample, step = samples.all_pairs()
-    assert sorted(zip(sample.tolist(), step.tolist(), strict=True)) == [(b, s) for b in range(5) for s in range(3)]
+    assert len(samples) == 5
     assert not samples.log_prob.requires_grad and not samples.x.requires_grad
 
 
@@ -90,12 +88,12 @@ def test_replay_under_unchanged_weights_has_ratio_one(dtype, log_prob_reduction,
 def test_a_latent_has_any_shape(shape):
     policy = LinearPolicy(shape=shape)
     samples = run(policy, log_prob_reduction="sum")
-    assert samples.x.shape == (5, 3, *shape) and samples.dimensions == math.prod(shape)
+    assert samples.x.shape == (5, 3, *shape)
     pairs, stats = replay_all(policy, samples)
     assert stats.mean.shape == (15, *shape)
     expected = torch.distributions.Normal(stats.mean.flatten(1), stats.std[:, None]).log_prob(pairs.x_next.flatten(1))
     torch.testing.assert_close(stats.log_prob, expected.sum(1))
-    assert ratio_check(policy, CONDITION, samples).max_abs_log_ratio < 1e-5 * samples.dimensions
+    assert ratio_check(policy, CONDITION, samples).max_abs_log_ratio < 1e-5 * math.prod(shape)
 
 
 def test_the_time_that_the_network_saw_is_recorded_and_replayed():
@@ -118,7 +116,7 @@ def test_the_time_that_the_network_saw_is_recorded_and_replayed():
     assert torch.equal(pairs.time, times[[0, 2, 3]].repeat(5))
     assert ratio_check(policy, CONDITION, samples).max_abs_log_ratio < 1e-5
     guess = dataclasses.replace(pairs, time=policy.times(pairs.sigma))
-    guessed = replay(policy, CONDITION.select(samples.all_pairs()[0]), guess, samples.kernel)
+    guessed = replay(policy, CONDITION.select(all_pairs(samples)[0]), guess, samples.kernel)
     assert (guessed.log_prob - pairs.log_prob).abs().max() > 1
 
 

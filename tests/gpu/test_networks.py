@@ -13,6 +13,7 @@ import torch
 from diffusers import StableDiffusion3Pipeline
 
 from tests.support.models.pipelines import tiny_folder, tiny_pipeline
+from tests.support.ratio import all_pairs
 from visalign.adapters import LoraSettings, load_policy
 from visalign.adapters.pipeline.policy import PipelinePolicy
 from visalign.adapters.speed import speed_up
@@ -52,7 +53,7 @@ def test_the_first_ratio_is_one(name: str, compiled: bool | None, dtype: torch.d
     trajectory = rollout(
         policy, condition, sigmas=policy.sigmas(4), sde_steps=range(3), noise_level=0.7, seeds=range(4), batch_size=4
     )
-    sample, step = trajectory.all_pairs()
+    sample, step = all_pairs(trajectory)
     for rows in torch.arange(len(sample)).split(4):
         pairs = trajectory.pairs(sample[rows], step[rows])
         log_prob: Any = replay(policy, condition.select(sample[rows]), pairs, trajectory.kernel).log_prob

@@ -68,11 +68,6 @@ class Trajectory:
     def __len__(self) -> int:
         return self.latents.shape[0]
 
-    @property
-    def dimensions(self) -> int:
-        """Number of dimensions of one latent."""
-        return self.latents[0].numel()
-
     def rows(self, index: Tensor) -> Trajectory:
         """Select the samples `index` [n] int64, ascending; samples that share steps come together."""
         position = torch.full((len(self),), -1).index_put((index,), torch.arange(len(index)))
@@ -87,11 +82,6 @@ class Trajectory:
             **{name: getattr(self, name)[step] for name in ("sigma", "sigma_next", "time")},
             **{name: getattr(self, name)[sample, step] for name in _PER_SAMPLE[1:]},
         )
-
-    def all_pairs(self) -> tuple[Tensor, Tensor]:
-        """Return every (sample, step): two index tensors [B·S], the steps of a sample consecutive."""
-        samples, steps = torch.arange(len(self)), torch.arange(len(self.sde_steps))
-        return samples.repeat_interleave(len(steps)), steps.repeat(len(samples))
 
 
 _PER_SAMPLE = ("latents", "x", "x_next", "log_prob", "mean", "std")

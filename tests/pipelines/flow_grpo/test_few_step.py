@@ -83,7 +83,6 @@ def test_a_distilled_model_is_warned_of_or_needs_its_teacher(tmp_path: Path) -> 
     ("override", "message"),
     [
         ("objective={algorithm: awm, teacher: x}", "teacher is x, and objective.algorithm=awm has no teacher"),
-        ("objective={algorithm: dmd2, balance_every: 3}", "objective.balance_every weighs advantages of a loss"),
         ("objective={algorithm: tdm, reset_reference_every: 3}", "objective.algorithm=tdm has no reference"),
         ("objective={algorithm: tdm, changes: {warmup: 100}}", "warmup is 100, and run.iterations is 100, so the stu"),
         ("objective={algorithm: tdmr1}", "there is no algorithm 'tdmr1'. Did you mean 'tdm_r1'"),

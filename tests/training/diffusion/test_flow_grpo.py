@@ -352,3 +352,16 @@ def test_a_policy_of_one_size_refuses_several(tmp_path, attributes):
     policy = type("Own", (ToyPolicy,), attributes)()
     with pytest.raises(UserError, match=r"image_sizes is \[8\], and Own generates .* one size.*image_size"):
         toy_trainer(tmp_path, policy=policy, rollout={"image_sizes": [8]})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"records": ["bright"]}, r"no mapping with a prompt\. Give records as"),
+        ({"records": []}, "There are 0 prompts and 0 strata"),
+        ({"reward": len}, r"which does not score single images\. Wrap a function as FunctionReward\(function\)"),
+    ],
+)
+def test_wrong_records_and_rewards_are_refused(tmp_path, wrong, message):
+    with pytest.raises(UserError, match=message):
+        toy_trainer(tmp_path, **wrong)

@@ -88,6 +88,8 @@ def test_cycle_weights_the_strata():
 
 
 def test_bad_labels_are_refused():
+    with pytest.raises(ValueError, match=r"There are 3 prompts and 2 strata\. Give prompts, one label each"):
+        PromptSampler(3, 2, 2, 0, strata=["a", "b"])
     with pytest.raises(ValueError, match=r"cycle names \['z'\].*labels are \['a', 'b'\]"):
         PromptSampler(2, 2, 2, 0, strata=["a", "b"], cycle=["a", "z"])
 

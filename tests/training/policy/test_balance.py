@@ -122,7 +122,8 @@ def test_gdpo_of_a_regression_hears_each_term_of_a_sum(tmp_path):
     [
         ({"algorithm": "gdpo"}, "advantage='gdpo': it weighs advantages, advantage='group'. Take flow_grpo"),
         ({"algorithm": "rloo"}, "algorithm=rloo with kl_in_reward is no sum over the rewards"),
-        ({"algorithm": "draft"}, "adds the rewards' own gradients.*Set objective.balance_every=null"),
+        ({"algorithm": "dmd2"}, "balance_every weighs advantages of a loss, which objective.algorithm=dmd2 has"),
+        ({"algorithm": "draft"}, "balance_every weighs advantages of a loss, which objective.algorithm=draft has"),
     ],
 )
 def test_what_cannot_be_balanced_is_refused(objective: dict[str, Any], message: str):

@@ -38,7 +38,7 @@ from visalign.seeds import sample_seed
 from visalign.swapping import lora_disabled, swapped_weights
 from visalign.training.loop.algorithm import Collected, Context
 from visalign.training.loop.ema import EMA
-from visalign.training.loop.processes import no_sync_unless_last
+from visalign.training.loop.processes import synced_last
 from visalign.training.loop.runtime import PhaseClock
 from visalign.training.loop.sampler import Batch
 from visalign.training.policy.update import split_updates
@@ -224,10 +224,9 @@ class FewStepDistillation(ImageAlgorithm):
         scale = run.counters.loss_scale * self.accelerator.num_processes / len(step.sample)
         preference = self._preference(experience, step, batches, run) if step.role == SURROGATE else {}
         with self.roles.acting(step.role):
-            for rows in batches:
-                with no_sync_unless_last(self.module, self.accelerator, last=rows is batches[-1]):
-                    loss, measured = self._loss(experience, step, rows, preference)
-                    self.accelerator.backward(loss.sum() * scale)
+            for rows in synced_last(batches, self.module, self.accelerator):
+                loss, measured = self._loss(experience, step, rows, preference)
+                self.accelerator.backward(loss.sum() * scale)
                 sums += torch.stack([loss.detach().sum(), measured.detach().sum()]).double()
             for _ in range(idle):
                 sigma, time = self._level(zero, experience.x)

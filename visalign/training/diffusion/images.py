@@ -115,6 +115,13 @@ class ImageAlgorithm(Algorithm):
         keep_images: Callable[[str, Tensor, Records], None] | None = None,
         teacher: Mapping[str, Tensor] | None = None,
     ) -> None:
+        if not hasattr(reward, "score"):
+            raise UserError(
+                f"The reward is a {type(reward).__name__}, which does not score single images. Wrap a function as "
+                "FunctionReward(function), and a judge of pairs as GroupWinRate(judge)."
+            )
+        if not all(isinstance(record, Mapping) and "prompt" in record for record in records):
+            raise UserError('A record is no mapping with a prompt. Give records as [{"prompt": "a red circle"}, ...].')
         reward = with_capabilities(reward)
         self.policy, self.seed, self.reward, self.sharding = policy, seed, reward, sharding
         self.settings = settings = objective or DiffusionObjectiveSettings(algorithm=self.default)
@@ -163,10 +170,8 @@ class ImageAlgorithm(Algorithm):
         """Build the order of the prompts; stored images of several sizes come bucket by bucket."""
         rollout = self.rollout
         pool = rollout.group_size if rollout.scout is None else rollout.scout.pool
-        size, buckets = (rollout.prompts_per_iteration, pool), []
-        if self.stored is not None and rollout.image_sizes:
-            buckets = [record["bucket"] for record in self.records if "bucket" in record]
-        if buckets:
+        size, sized = (rollout.prompts_per_iteration, pool), self.stored is not None and rollout.image_sizes
+        if buckets := [record["bucket"] for record in self.records if sized and "bucket" in record]:
             return BucketSampler(buckets, *size, self.seed)
         order: dict[str, Any] = {"strata": strata, "cycle": cycle, "compared": self.settings.compares}
         return PromptSampler(len(self.records), *size, self.seed, **order)

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from visalign.core.groups.group_statistics import group_extremes
 from visalign.core.groups.labels import group_index
+from visalign.core.regression.losses import matching_error
 from visalign.core.regression.rows import GUIDANCE, MATRIX_SIGNALS, REGRESSIONS, PairOutput, Regression
 from visalign.core.regression.signals import best_worst_pairs, level_position
 from visalign.core.surrogates.kl import velocity_kl
@@ -320,8 +321,8 @@ class VelocityRegression(ImageAlgorithm):
         pull = torch.stack([(pulls[name] * share).sum() if name in pulls else loss.new_zeros(()) for name in PULLS])
         self.accelerator.backward((loss + pull.sum()) * scale)
         with torch.no_grad():
-            error = _mean_square(pairs.v, pairs.target).sum()
-            moved = error.new_zeros(()) if pairs.anchor is None else _mean_square(pairs.v, pairs.anchor).sum()
+            error = matching_error(pairs.v, pairs.target, pairs.sigma).sum()
+            moved = matching_error(pairs.v, pairs.v if pairs.anchor is None else pairs.anchor, pairs.sigma).sum()
             return torch.stack([error.new_tensor(len(pairs.v)), loss, *pull, error, moved]).double()
 
     def _outputs(self, experience: EndPoints, step: RegressionStep, sample: Tensor, level: Tensor) -> Outputs:
@@ -481,7 +482,3 @@ def _without_signal(experience: EndPoints) -> Tensor:
     index, groups = group_index(experience.images.group, len(experience.present))
     low, high = group_extremes(experience.value, experience.present, index, groups)
     return ~experience.present | (low == high)[index]
-
-
-def _mean_square(a: Tensor, b: Tensor) -> Tensor:
-    return (a - b).square().flatten(1).mean(1)

@@ -202,7 +202,8 @@ class RewardGradient(ImageAlgorithm):
 
     def _velocity(self, experience: AscentBatch, sample: Tensor, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Compute (v [n, ...] at step k with gradient, [n] k · mean |v − v_ref|²)."""
-        condition, (sigma, time) = experience.condition.select(sample), self._level(k, x)
+        condition = experience.condition.select(sample)
+        sigma, time = (levels[k].to(x.device).expand(len(x)) for levels in (self.sigmas, self.times))
         reference = None
         if self.row.kl:  # before the own forward: weights may be swapped in place
             with torch.no_grad(), self.accelerator.autocast(), self.reference.applied():
@@ -211,9 +212,6 @@ class RewardGradient(ImageAlgorithm):
         if reference is None:
             return v, v.new_zeros(len(v))
         return v, self.row.kl * velocity_kl(v, reference)
-
-    def _level(self, k: int, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.sigmas[k].to(x.device).expand(len(x)), self.times[k].to(x.device).expand(len(x))
 
     def record(self, experience: AscentBatch, sums: Sequence[Mapping[str, float]]) -> dict[str, float]:
         mean = {name: sum(update[name] for update in sums) / len(sums) for name in sums[0]}

@@ -211,12 +211,7 @@ def _broken_rules(s: DiffusionObjectiveSettings) -> Iterator[str]:
                 f"objective.{setting} is for log-probs of steps, which {name} has not. Set "
                 f"objective.{setting}={defaults[setting] or 'null'}, or take flow_grpo."
             )
-    if s.ascent is not None and s.balance_every is not None:
-        yield (
-            f"objective.balance_every is {s.balance_every}, and {name} adds the rewards' own gradients, with "
-            "objective.changes.normalise each of length one. Set objective.balance_every=null."
-        )
-    if s.few_step is not None and s.balance_every is not None:
+    if (s.ascent or s.few_step) is not None and s.balance_every is not None:
         yield f"objective.balance_every weighs advantages of a loss, which {name} has not. Set it to null."
     if s.few_step is None and s.teacher is not None:
         yield (

@@ -91,6 +91,8 @@ class PromptSampler:
         check_batch_algebra(prompts_per_iteration, group_size, compared=compared)
         self.prompts_per_iteration, self.group_size, self.seed = prompts_per_iteration, group_size, seed
         labels = [""] * num_prompts if strata is None else list(strata)
+        if not num_prompts or len(labels) != num_prompts:
+            raise UserError(f"There are {num_prompts} prompts and {len(labels)} strata. Give prompts, one label each.")
         self._members = {label: np.flatnonzero(np.array(labels) == label) for label in sorted(set(labels))}
         self._cycle = list(cycle) if cycle else list(self._members)
         if unknown := sorted(set(self._cycle) - set(self._members)):
