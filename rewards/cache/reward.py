@@ -139,9 +139,10 @@ def content_digest(item: Any) -> bytes | None:
 
 def _by_content(record: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """Put digests in the place of a record's images: a path, or the address in a `repr`, may lead to others later."""
-    names = ("source", "references") if record else ()
-    fields = {name: listed_sources(record[name]) for name in names if name in record}
-    return record and {**record, **{name: [content_digest(x) or x for x in field] for name, field in fields.items()}}
+    if record is None:
+        return None
+    names = [name for name in ("source", "references") if name in record]
+    return {**record, **{name: [content_digest(x) or x for x in listed_sources(record[name])] for name in names}}
 
 
 def _select(images: Any, rows: list[int]) -> Any:
