@@ -161,7 +161,7 @@ def read_steps(config: TextProcessConfig) -> tuple[Numbered, Numbered]:
                     f"Record {number} has the reward {reward}; learns=implicit reads 0, wrong, to 1, right. Scale it."
                 )
         if config.learns == "outcomes":  # steps are of what the policy wrote
-            spans = [tool_spans(n, r, "completion", UNREAD if r.get(UNREAD) else None) for n, r in numbered]
+            spans: Any = [tool_spans(n, r, "completion", UNREAD if r.get(UNREAD) else None) for n, r in numbered]
             texts = [ToolCompletion(r["completion"], s) for (_, r), s in zip(numbered, spans, strict=True)]
             numbered = [(n, {**r, "completion": policy_text(t)}) for (n, r), t in zip(numbered, texts, strict=True)]
     trained, heldout = split_records(numbered, config.data.heldout, config.seed, lambda row: row[1]["prompt"])
