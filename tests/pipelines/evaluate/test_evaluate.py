@@ -238,7 +238,8 @@ def test_a_quality_set(tmp_path: Path) -> None:
     assert result["comparisons"][0]["difference"]["high"] < 0
     scores = [{"image": r.image, "reward": "noise", "value": -r.mos, "higher_is_better": False} for r in rows]
     (tmp_path / "scores.json").write_text(json.dumps(scores))
-    (joined,) = evaluate(**options | {"columns": ("noise",)}, join=[tmp_path / "scores.json"])["judges"]
+    joining: dict[str, Any] = options | {"columns": ("noise",), "join": [tmp_path / "scores.json"]}
+    (joined,) = evaluate(**joining)["judges"]
     assert joined["correlations"]["srcc"]["estimate"] == pytest.approx(1.0)
     wrong_way = evaluate(**options)["judges"][1]
     assert any("--lower-is-better" in note for note in wrong_way["notes"])
