@@ -133,7 +133,7 @@ def _sd3(lora: bool, start: Path | None = None) -> SD3Policy:
 @pytest.mark.parametrize(("lora", "start"), [(True, None), (True, "lora"), (False, None)])
 def test_roles_share_a_network_and_leave_it_as_it_was(lora: bool, start: str | None, tmp_path: Path) -> None:
     """The teacher is the model without adapters, also of a student that goes on from some."""
-    policy, other = _sd3(lora, start and tmp_path / start), tiny_sd3_pipeline().transformer
+    policy, other = _sd3(lora, None if start is None else tmp_path / start), tiny_sd3_pipeline().transformer
     with torch.no_grad():
         other.proj_out.bias += 1.0
     before = {n: p.detach().clone() for n, p in policy.module.named_parameters()}
