@@ -85,12 +85,9 @@ def test_the_gap_to_the_second_choice() -> None:
     torch.testing.assert_close(runner_up_gap(logits.log_softmax(-1)), runner_up_gap(logits))
 
 
-def test_what_a_clip_took_by_hand() -> None:
+def test_what_a_clip_took_and_a_reward_by_lot_withholds() -> None:
     bias = clip_bias(torch.tensor([0.0, 0.1, 0.0, 0.1]), torch.tensor([0.0, 0.3, 0.1, 0.0]))
     assert bias == pytest.approx({"low": 0.05, "high": 0.1, "net": 0.05, "iterations": 0.75})
-
-
-def test_the_advantage_that_a_reward_by_lot_withholds() -> None:
     right = torch.tensor([0, 1, 4, 8])
     assert advantage_at_stake(right, 8).tolist() == pytest.approx([0, 7 / 8, 2, 0])
     generator = _generator()
