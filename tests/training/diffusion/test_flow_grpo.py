@@ -359,7 +359,7 @@ def test_a_policy_of_one_size_refuses_several(tmp_path, attributes):
     [
         ({"records": ["bright"]}, r"no mapping with a prompt\. Give records as"),
         ({"records": []}, "There are 0 prompts and 0 strata"),
-        ({"reward": len}, r"which does not score single images\. Wrap a function as FunctionReward\(function\)"),
+        ({"reward": len}, r"without score\. Give e\.g\. FunctionReward\(function\)"),
     ],
 )
 def test_wrong_records_and_rewards_are_refused(tmp_path, wrong, message):

@@ -63,6 +63,14 @@ class PolicyModule(nn.Module):
         return self._function(*arguments)
 
 
+def check_inputs(reward: Any, records: Records) -> None:
+    """Refuse what is no reward, and records without a prompt."""
+    if not hasattr(reward, "score"):
+        raise UserError(f"The reward is a {type(reward).__name__} without score. Give e.g. FunctionReward(function).")
+    if not all(isinstance(record, Mapping) and "prompt" in record for record in records):
+        raise UserError('A record is no mapping with a prompt. Give records as [{"prompt": "a red circle"}, ...].')
+
+
 def check_sizes(policy: DiffusionPolicy, sizes: Sequence[int | tuple[int, int]] | None) -> None:
     """Refuse several image sizes for a policy whose `image_size` is no property with a setter."""
     if sizes and getattr(getattr(type(policy), "image_size", None), "fset", None) is None:
@@ -115,13 +123,7 @@ class ImageAlgorithm(Algorithm):
         keep_images: Callable[[str, Tensor, Records], None] | None = None,
         teacher: Mapping[str, Tensor] | None = None,
     ) -> None:
-        if not hasattr(reward, "score"):
-            raise UserError(
-                f"The reward is a {type(reward).__name__}, which does not score single images. Wrap a function as "
-                "FunctionReward(function), and a judge of pairs as GroupWinRate(judge)."
-            )
-        if not all(isinstance(record, Mapping) and "prompt" in record for record in records):
-            raise UserError('A record is no mapping with a prompt. Give records as [{"prompt": "a red circle"}, ...].')
+        check_inputs(reward, records)
         reward = with_capabilities(reward)
         self.policy, self.seed, self.reward, self.sharding = policy, seed, reward, sharding
         self.settings = settings = objective or DiffusionObjectiveSettings(algorithm=self.default)
@@ -145,9 +147,8 @@ class ImageAlgorithm(Algorithm):
         settings.check_features(features is not None)
         self.records, self.features, self.stored, self.references = records, features, stored, references
         self.caption_dropout, self.teacher, self.batch_size = caption_dropout, teacher, rollout.measured_batch_size
-        in_thread = rollout.overlap > 1 or rollout.staleness > 0
-        self.scorer = RewardScorer(as_higher_is_better(reward), in_thread=in_thread)
-        terms = with_capabilities(reward).capabilities.discriminators.items()
+        self.scorer = RewardScorer(as_higher_is_better(reward), in_thread=rollout.overlap > 1 or rollout.staleness > 0)
+        terms = reward.capabilities.discriminators.items()
         self.discriminators = [OnlineDiscriminator(*term, seed=seed, accelerator=self.accelerator) for term in terms]
         self.sampler = self._build_sampler(strata, cycle)
         self.samples = rollout.prompts_per_iteration * rollout.group_size
