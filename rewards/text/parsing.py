@@ -37,11 +37,15 @@ _FRAC = re.compile(r"\\[dtc]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d)
 _BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[{}\\]|[{}]")
 _TEXT = re.compile(r"\\(?:text|mathrm|mathbf|textbf|mbox|operatorname)\s*\{([^{}]*)\}")
 _ASSIGNED = re.compile(r"([A-Za-z](?:_?\w)?)\s*=\s*")
+_FACTOR = (
+    r"(?:\w+illion|thousand|hundred)(?:s|ths?)?|dozens?|(?:ten|four|fif|six|seven|eigh|nin)ths?|half|halves|thirds?"
+    r"|percent|pi|sqrt|squared|cubed|factorial|base|times|plus|minus|or|and|to|[eiknxyz]"
+)
 _UNIT = re.compile(
     r"(?<=[\d}])(?:\\[ ,;!]|[~\s])*\\(?:text|mathrm|mbox)\s*\{\s*"
-    r"(?!(?:\w+illion|thousand|hundred|dozen|percent|[ei])\b)([A-Za-z][^{}]*?)s?\s*\}(\^\{?\d\}?)?[.\s$]*$"
+    rf"(?!(?i:{_FACTOR})\b)([A-Za-z](?:[^{{}}\d%,;=]|\^\d)*?)(?:(?<=\w\w)s)?\s*\}}(?:\^\{{?(\d)\}}?)?[.\s$]*$"
 )
-"""Words behind a number that are its unit: no factor (million), and no number e or i."""
+"""Words behind a number that are its unit: none that changes it (million, tenths, squared, i) or adds one (or 6)."""
 _SPACING = re.compile(
     rf"(\\\\)(?:\s*\[[-.\d\s]+[a-z]{{2}}\])?|(\\ |~|{_BLANK})(?!\d{{3}}(?!\d))|\\(?:left|right)(?![A-Za-z])"
     rf"|\\[ !,;:()[\]]|~|{_BLANK}"

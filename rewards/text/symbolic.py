@@ -15,13 +15,14 @@ import re
 import selectors
 import sys
 import threading
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 
 from visalign.rewards.base.contract import RewardError
 
-from .parsing import bracket_depths, parse_list
+from .parsing import bracket_depths, parse_list, parse_number
 
 CHILD = Path(__file__).with_name("symbolic_child.py")
 SECONDS = 5.0  # Time limit of one comparison
@@ -94,8 +95,10 @@ def _may_be_equal(answer: str, truth: str) -> bool:
     if ("%" in answer) != ("%" in truth):
         return False
     items = [[*map(str, parse_list(text) or [])] for text in (answer, truth)]
-    if len(items[0]) != len(items[1]) and any(len(set(listed)) < len(listed) for listed in items):
-        return False
+    if any(len(set(listed)) < len(listed) for listed in items):
+        counts = [Counter(str(parse_number(item) or item) for item in listed) for listed in items]
+        if len(items[0]) != len(items[1]) or (answer[0] not in "([" and counts[0] != counts[1]):
+            return False
     left, right = (_ASSIGNED.match(text) for text in (answer, truth))
     kinds = [_brackets(text) for text in (answer, truth)]
     same_name = not (left and right) or left[1] == right[1]
@@ -105,7 +108,9 @@ def _may_be_equal(answer: str, truth: str) -> bool:
 def _same_unit(left: str, right: str) -> bool:
     """Compare two words behind a number: m is metres, but not km; ab, a product of unknowns, is ba."""
     short, long = sorted((left, right), key=len)
-    return sorted(left) == sorted(right) or long == f"{short}s" or (len(long) > 3 and long[0] == short[0])
+    letters = iter(long)  # an abbreviation's follow each other in the word: hr, hours
+    is_short = len(long) > 3 and long[0] == short[0] and all(letter in letters for letter in short)
+    return is_short or sorted(left) == sorted(right) or (len(short) > 1 and long == f"{short}s")
 
 
 def _brackets(text: str) -> str | None:

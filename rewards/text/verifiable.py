@@ -21,6 +21,7 @@ from .parsing import EXTRACTORS, NORMALISERS, boxed_answers, names_differ, norma
 from .symbolic import is_installed, symbolically_equal
 
 _FINAL_LINE = re.compile(r"####[ \t]*([^\n#]*[^\s#])\s*\Z")
+_MEASURED = re.compile(r"\\(?:\$|text|mathrm|mbox)|[€£¥]")  # An amount or a unit: $5 is not 5%
 COMPARISONS = ("exact", "number", "list", "math")
 
 
@@ -157,7 +158,8 @@ class VerifiableAnswer(TextRule):
             if left is not None and right is not None and not names_differ(answer, truth):
                 # a percent sign may be left out: 50% is 0.5 and 50
                 scaled = left * Fraction(100) ** (("%" in str(answer)) - ("%" in str(truth)))
-                values = (left, scaled) if max(abs(left), abs(scaled)) >= 1 else (left,)
+                is_bare = max(abs(left), abs(scaled)) >= 1 and not _MEASURED.search(f"{answer} {truth}")
+                values = (left, scaled) if is_bare else (left,)
                 tolerance = max(self._absolute, self._relative * abs(right))
                 return any(abs(value - right) <= tolerance for value in values)
             if self._compare == "number":
@@ -165,7 +167,8 @@ class VerifiableAnswer(TextRule):
         left, right = self._normalise(str(answer)), self._normalise(str(truth))
         if left == right or self._compare != "math":
             return left == right
-        is_word = left.isalpha() and len(left) > 1 and left.casefold() == right.casefold()
+        # AB and ab are products, words are long or in \text
+        is_word = left.isalpha() and (len(left) > 3 or "\\" in str(truth)) and left.casefold() == right.casefold()
         return is_word or (is_installed() and symbolically_equal(left, right))
 
 

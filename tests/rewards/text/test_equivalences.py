@@ -18,7 +18,7 @@ PLAIN = [
     *[("(1, 2)", r"\left(1,2\right)"), ("[0,1)", r"\left[0,1\right)"), (r"(-\infty, 3]", r"(-\infty,3]")],
     *[(r"\textbf{C}", "C"), (r"\text{No solution}", r"\text{no solution}"), (r"3\ 1/2", "7/2"), (r"1\ 000", "1000")],
     *[(r"5\ \text{cm}", "5~cm"), (r"18\text{ dollars}.", "18"), (r"5\,\mathrm{cm}^2", "5"), ("1\u202f234", "1234")],
-    (r"5\text{ cups}", r"5\text{ cup}"),
+    *[(r"5\text{ cups}", r"5\text{ cup}"), (r"5\text{ cm}^{2}", r"5\text{ cm}^2")],
     (r"\begin{pmatrix} 1 \\ 2 \\[4pt] x y \end{pmatrix}", r"\begin{pmatrix}1\\2\\x y\end{pmatrix}"),
 ]
 """Equal without math-verify."""
@@ -49,6 +49,14 @@ DIFFERENT = [
     *[(r"3\ 4", "34"), ("3~4", "34"), (r"\leftarrow", r"\rightarrow"), ("4", "4t"), (r"(\pi,3)", r"[\pi,3]")],
     *[("2516_9", "2516_8"), ("101_{2}", "101_3"), ("11_2", "11_{10}"), ("1A_{16}", r"1A_{12}")],
     *[(r"10\text{ million}", "10"), (r"2\mathrm{e}", "2"), (r"5\text{ cm}^2", r"5\text{ cm}"), ("1, 1", "1")],
+    *[
+        (r"5\text{ or 6}", "5"),
+        (r"5\text{ tenths}", "5"),
+        (r"5\text{ ms}", r"5\text{ m}"),
+        ("5%", r"\$5"),
+        ("ab", "AB"),
+    ],
+    *[(r"5\text{ miles}", r"5\text{ minutes}"), ("1, 1, 2", "1, 2, 2")],
 ]
 
 
