@@ -15,6 +15,7 @@ from torch import Tensor
 
 from visalign.core import group_pairs
 from visalign.core.preference.ranking import MAX_LOG_ODDS
+from visalign.data.sets.image_references import resolve_image
 from visalign.data.sets.prompt_files import listed_sources
 from visalign.interfaces import Metadata, PairwiseReward, RewardCapabilities, Scores, with_capabilities
 from visalign.rewards.base.contract import check_choices, make_scores, read_request
@@ -73,7 +74,7 @@ class ReferenceReward:
             references, readable = (request.metadata[row] or {}).get("references"), list[Tensor]()
             try:
                 readable = _load(self.references.get(request.prompts[row]) if references is None else references)
-            except (TypeError, ValueError) as error:  # of the record, which costs its row alone
+            except (OSError, TypeError, ValueError) as error:  # of the record, which costs its row alone
                 reasons[row] = f"its references: {error}"
             if not readable:
                 reasons[row] = reasons[row] or _NO_REFERENCE
@@ -133,5 +134,6 @@ class ReferenceReward:
 
 def _load(references: Any) -> list[Tensor]:
     """Load those of one or several reference images that can be read; None has none."""
-    batch = load_images(references if getattr(references, "ndim", 0) == 4 else listed_sources(references))
+    images = references if getattr(references, "ndim", 0) == 4 else listed_sources(references)
+    batch = load_images([resolve_image(image) if isinstance(image, str) else image for image in images])
     return [image for _, image in batch.readable()]

@@ -357,7 +357,7 @@ def source_images(metadata: Sequence[Mapping[str, Any] | None], reasons: list[st
         try:
             batch = load_images([resolve_image(source) if isinstance(source := sources[0], str) else source])
             image, reason = batch.images[0], batch.reasons[0]
-        except (TypeError, ValueError) as error:  # of the record, which costs its row alone
+        except (OSError, TypeError, ValueError) as error:  # of the record, which costs its row alone
             image, reason = None, str(error)
         if image is None:
             reasons[row] = reasons[row] or f"the source image: {reason}"

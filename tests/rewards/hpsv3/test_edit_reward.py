@@ -36,6 +36,8 @@ def test_an_edit_needs_its_source_and_heads_are_two(tmp_path) -> None:
     pandas.DataFrame({"source": [{"bytes": file.read_bytes(), "path": file.name}]}).to_parquet(tmp_path / "t.parquet")
     inside = {"source": parquet_reference(tmp_path / "t.parquet", "source", 0)}  # as a table's rows hold it
     assert judge.score(images()[2:3], ["a"], [inside]).value[0] == other.value[0]
+    lost = judge.score(images()[2:3], ["a"], [{"source": "tar://gone.tar#a.png"}])
+    assert lost.reason and "source image: [Errno 2]" in str(lost.reason[0])
     check_reward(judge, images=torch.rand(3, 3, 16, 16), prompts=["a", "b", "c"], metadata=RECORDS[:3], tolerance=1e-4)
     (tmp_path / "one").mkdir()
     state = load_file(tmp_path / "model.safetensors")

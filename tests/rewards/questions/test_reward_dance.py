@@ -187,9 +187,14 @@ def test_references_are_averaged_in_log_odds_and_missing_ones_masked():
     scores = judge.score(pictures, ["a", "a", "b"], [None, {"references": images(1, seed=4)}, None])
     assert scores.valid.tolist() == [True, True, False] and "no readable reference" in why(scores, 2)
     one, none = {"references": images(1, seed=4)[0]}, {"references": None}
-    odd = judge.score(images(4), ["a"] * 4, [one, none, {"references": 5}, {"references": "gone.png"}])
-    assert odd.valid.tolist() == [True, True, False, False] and odd.parts["references"].tolist()[:2] == [1, 2]
-    assert "its references: images[0] is a int" in why(odd, 2) and "no readable reference" in why(odd, 3)
+    lost = [{"references": name} for name in ("gone.png", "parquet://gone#image#0")]
+    odd = judge.score(images(5), ["a"] * 5, [one, none, {"references": 5}, *lost])
+    assert odd.valid.tolist() == [True, True, False, False, False] and odd.parts["references"].tolist()[:2] == [1, 2]
+    assert (
+        "its references: images[0] is a int" in why(odd, 2)
+        and "no readable reference" in why(odd, 3)
+        and "No such" in why(odd, 4)
+    )
     single = [given(judge.judge.compare(pictures[:1], ref[None], ["a"]).log_odds)[0] for ref in images(2, seed=3)]
     assert scores.value[0] == pytest.approx(float(sum(single)) / 2, abs=1e-5)
     assert scores.parts["references"].tolist()[:2] == [2, 1]
