@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import sqlite3
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -115,7 +116,7 @@ def _read_entry(text: bytes) -> dict[str, Any] | None:
     try:
         entry = json.loads(text)
         numbers = [entry["columns"]["main"], *entry["columns"].values()]
-        is_readable = all(isinstance(number, float | int) for number in numbers)
+        is_readable = all(isinstance(number, float | int) for number in numbers) and math.isfinite(numbers[0])
         return entry if is_readable and isinstance(entry["text"], str | None) else None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None

@@ -293,7 +293,9 @@ def test_content_of_every_form():
     assert red.tobytes() == green.tobytes() and content_digest(red) != content_digest(green)
 
 
-@pytest.mark.parametrize("entry", ["'{'", '\'{"columns": {"main": "a"}, "text": null}\''])
+@pytest.mark.parametrize(
+    "entry", ["'{'", *(f'\'{{"columns": {{"main": {n}}}, "text": null, "reason": null}}\'' for n in ('"a"', "NaN"))]
+)
 def test_a_row_that_cannot_be_read_is_computed_again(tmp_path: Path, entry: str):
     reward = Mean()
     cached = CachedReward(reward, ScoreCache(tmp_path))
