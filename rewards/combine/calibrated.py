@@ -57,7 +57,9 @@ class Calibrated:
         if isinstance(reward, str):
             reward = load_reward(reward, run_device=device, **options)
         self.reward = with_capabilities(reward)
-        self.capabilities = RewardCapabilities.of([self.reward])
+        at: Any = self.reward.capabilities.at_iteration
+        at_iteration = at and (lambda iteration: Calibrated(at(iteration), self._value, std=self._std, scale=scale))
+        self.capabilities = RewardCapabilities.of([self.reward], at_iteration=at_iteration)
         if isinstance(reference, str | Path):
             reference, std = _read(Path(reference))
         self._value = torch.as_tensor(reference, dtype=torch.float64).flatten()
@@ -176,5 +178,5 @@ def _read(file: Path) -> tuple[list[float], list[float] | None]:
     content = read_object(file)
     lists = content.get("value"), content.get("std") or []
     if not all(isinstance(numbers, list) and all(isinstance(x, int | float) for x in numbers) for numbers in lists):
-        raise RewardError(f"The reference '{file}' has no numbers 'value'; give JSON as Calibrated.save writes it.")
+        raise RewardError(f"'{file}' needs lists of numbers, value and std; give JSON as Calibrated.save writes it.")
     return content["value"], content.get("std")

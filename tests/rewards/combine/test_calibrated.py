@@ -56,6 +56,10 @@ def test_it_is_a_reward_like_any_other(tmp_path: Path):
     calibrated = Calibrated(load_reward("sharpness"), [10.0, 200.0, 9000.0], scale="quantile")
     check_reward(calibrated)
     calibrated.save(tmp_path / "r.json")
+    terms, schedule = {"light": (Brightness(), 1.0)}, {"light": lambda iteration: 1.0 if iteration else 0.5}
+    rising = Calibrated(WeightedSum(terms, schedules=schedule), REFERENCE)
+    values = [rising.capabilities.at_iteration(n).score(grey([0.5]), ["p"]).value for n in (0, 1)]  # type: ignore[misc]
+    assert torch.cat(values).tolist() == [0.25, 0.75], "as its reward, it changes with the iterations"
     again = load_judge("calibrated", reward="sharpness", reference=str(tmp_path / "r.json"), scale="quantile")
     assert isinstance(again, Calibrated) and again.name == "sharpness_quantile"
     assert again.identity is not None and calibrated.identity is not None
@@ -92,9 +96,9 @@ def test_refused(reference: Any, options: dict[str, Any], message: str):
 
 def test_an_unreadable_reference_is_named(tmp_path: Path):
     (tmp_path / "bad.json").write_text("[1, 2]")
-    (tmp_path / "gaps.json").write_text('{"value": [1, null]}')
+    (tmp_path / "gaps.json").write_text('{"value": [1, 2], "std": [1, null]}')
     problems = {"bad.json": "holds a list, needed is an object", "none.json": "cannot be read"}
-    for file, problem in (*problems.items(), ("gaps.json'", "has no numbers 'value'")):
+    for file, problem in (*problems.items(), ("gaps.json'", "needs lists of numbers, value and std")):
         with pytest.raises((UserError, RewardError), match=f"{file} {problem}"):
             Calibrated(Brightness(), tmp_path / file.strip("'"))
 
