@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -52,7 +53,7 @@ def list_configs() -> list[str]:
 
 def resolve_config(name_or_path: str | Path) -> Path:
     """Return the file of a path, else of a packaged name: `NAME`, `NAME.yaml` or `configs/NAME.yaml`."""
-    path = Path(name_or_path).expanduser()
+    path = Path(os.path.expanduser(name_or_path))
     if path.is_file():
         return path
     name = path.name.removesuffix(".yaml")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 PACKAGED = (
@@ -28,7 +29,7 @@ def resolve_model(name_or_path: str | Path) -> Path | str:
 
     "~" is the home folder; a repository's folder in the hub's cache (models--owner--name) is its snapshot.
     """
-    path = Path(name_or_path).expanduser()
+    path = Path(os.path.expanduser(name_or_path))
     if (path / "snapshots").is_dir():
         main = path / "refs" / "main"
         snapshots = sorted((path / "snapshots").iterdir())

@@ -280,6 +280,7 @@ def test_what_is_a_dataset_of_the_hub(tmp_path, monkeypatch):
         assert str(find_table(source)) == source.removeprefix("./")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert find_table("~/p.jsonl") == tmp_path / "p.jsonl"
+    assert str(find_table("~nobody-here/p.jsonl")) == "~nobody-here/p.jsonl"
     assert find_table("openai/gsm8k") == ("openai/gsm8k", None, None, None)
     assert find_table("openai/gsm8k/main:test") == ("openai/gsm8k", None, "main", "test")
     assert find_table("https://huggingface.co/datasets/openai/gsm8k") == ("openai/gsm8k", None, None, None)

@@ -27,7 +27,7 @@ def find_table(source: str | Path) -> Path:
     A dataset is named as in `FORMS`, with hf://datasets/ in front if one likes; "~" is the home folder.
     """
     match = _ID.fullmatch(str(source))
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     is_file_name = path.suffix.lower() in (".jsonl", ".tsv", ".parquet") or mimetypes.guess_type(path.name)[0]
     if not match or path.exists() or (str(source).startswith(".") and not match[1]) or is_file_name:
         return path

@@ -8,6 +8,7 @@ image is a path, or a reference into its Parquet file.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, islice
@@ -32,7 +33,7 @@ def load_layout(
     """Load at most `limit` records of a published set: of `PAIR_LAYOUTS` (split "test" by default) or
     `QUALITY_LAYOUTS`; the folder is the results file for `geneval`.
     """
-    source, records, folder = f"{layout} in '{folder}'", [], Path(folder).expanduser()
+    source, records, folder = f"{layout} in '{folder}'", [], Path(os.path.expanduser(folder))
     if layout in PAIR_LAYOUTS:
         split = split or "test"
         rows = list(islice(PAIR_LAYOUTS[layout](folder, split), limit))
