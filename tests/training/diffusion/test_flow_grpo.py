@@ -357,7 +357,7 @@ def test_a_policy_of_one_size_refuses_several(tmp_path, attributes):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"records": ["bright"]}, r"no mapping with a prompt\. Give records as"),
+        ({"records": ["bright"]}, r"Record 'bright' has no prompt\. Give records as"),
         ({"records": []}, "There are 0 prompts and 0 strata"),
         ({"reward": len}, r"without score\. Give e\.g\. FunctionReward\(function\)"),
     ],

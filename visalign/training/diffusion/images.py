@@ -67,8 +67,9 @@ def check_inputs(reward: Any, records: Records) -> None:
     """Refuse what is no reward, and records without a prompt."""
     if not hasattr(reward, "score"):
         raise UserError(f"The reward is a {type(reward).__name__} without score. Give e.g. FunctionReward(function).")
-    if not all(isinstance(record, Mapping) and "prompt" in record for record in records):
-        raise UserError('A record is no mapping with a prompt. Give records as [{"prompt": "a red circle"}, ...].')
+    for record in records:
+        if not isinstance(record, Mapping) or "prompt" not in record:
+            raise UserError(f'Record {record!r:.80} has no prompt. Give records as [{{"prompt": "a cat"}}, ...].')
 
 
 def check_sizes(policy: DiffusionPolicy, sizes: Sequence[int | tuple[int, int]] | None) -> None:
