@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -46,13 +46,17 @@ def reward_identity(reward: Any) -> Identity:
     identity = with_capabilities(reward).identity
     if isinstance(identity, Identity):
         return identity
-    layers = [reward]  # Such as the frames of a user's function
-    while (inner := getattr(layers[-1], "reward", None)) is not None:
-        layers.append(inner)
+    layers = [reward]
+    for layer in layers:  # Grows by the rewards inside, such as a user's function of frames
+        rewards = getattr(layer, "rewards", None)
+        inner = [getattr(layer, "reward", None), *(rewards.values() if isinstance(rewards, Mapping) else ())]
+        layers += [judge for judge in inner if judge is not None]
     kind = "/".join(f"{type(layer).__module__}:{type(layer).__qualname__}" for layer in layers)
     options: dict[str, Any] = {"unit": reward.unit if isinstance(reward, PointwiseReward) else "probability"}
     options |= {name: value for layer in layers for name, value in getattr(layer, "loading_options", {}).items()}
-    digest = hashlib.sha256()  # of the files of the classes, and of the user's function in it
+    digest = hashlib.sha256()  # of the identities inside, the files of the classes, and of the user's function in it
+    for identity in (getattr(layer, "identity", None) for layer in layers):
+        digest.update(identity.digest.encode() if isinstance(identity, Identity) else b"")
     for part in (part for layer in layers for part in (type(layer), getattr(layer, "_function", None))):
         with suppress(TypeError, OSError):  # built in, or created on the fly: there is no file
             digest.update(Path(inspect.getfile(part)).read_bytes())  # type: ignore[arg-type]

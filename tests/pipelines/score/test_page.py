@@ -150,11 +150,14 @@ def test_a_reward_without_an_identity_is_known_by_its_options(tmp_path):
     rewards = [load_reward(f"{tmp_path}/my.py:Channel", **chosen) for chosen in options]
     first, again, other = (reward_identity(reward).digest for reward in rewards)
     assert first == again != other
+    corrected = {"reward": "sharpness", "quality": f"{tmp_path}/light.py:light", "quality_options": {"range": (1, 5)}}
     (tmp_path / "light.py").write_text("def light(images): return [1.0] * len(images)\n")
+    before = reward_identity(load_reward("corrected", **corrected)).digest
     frames = {"reward": f"{tmp_path}/light.py:light"}
     prints = {reward_identity(load_reward("frames", frames=n, **frames)).digest for n in (1, 2)}
     (tmp_path / "light.py").write_text("def light(images): return [2.0] * len(images)\n")
     assert len({*prints, reward_identity(load_reward("frames", frames=1, **frames)).digest}) == 3
+    assert reward_identity(load_reward("corrected", **corrected)).digest != before
     slots = "class Channel:\n    __slots__ = 'channel'\n    identity, capabilities = None, RewardCapabilities()"
     code = textwrap.dedent(code).replace("class Channel:", slots).replace("Scores", "RewardCapabilities, Scores", 1)
     (tmp_path / "slots.py").write_text(code)
