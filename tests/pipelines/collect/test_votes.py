@@ -7,6 +7,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -142,7 +143,7 @@ def test_judges_vote_under_their_own_names_and_go_on(tmp_path):
     store = made(tmp_path)
     assert judge_votes(store, Brightness(), "bright", batch_size=3) == (8, [])
     assert judge_votes(store, Brightness(), "bright") == (0, [])
-    ranks = Brightness()
+    ranks: Any = Brightness()
     ranks.capabilities = RewardCapabilities(needs_batch=True)
     assert judge_votes(store, ranks, "ranks") == (8, []) and ranks.most == 2, "a vote is on the pair alone"
     judge_votes(store, BrightnessPairs(), "pairs")

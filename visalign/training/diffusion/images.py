@@ -149,7 +149,7 @@ class ImageAlgorithm(Algorithm):
         self.records, self.features, self.stored, self.references = records, features, stored, references
         self.caption_dropout, self.teacher, self.batch_size = caption_dropout, teacher, rollout.measured_batch_size
         self.scorer = RewardScorer(as_higher_is_better(reward), in_thread=rollout.overlap > 1 or rollout.staleness > 0)
-        terms = reward.capabilities.discriminators.items()
+        terms = with_capabilities(reward).capabilities.discriminators.items()
         self.discriminators = [OnlineDiscriminator(*term, seed=seed, accelerator=self.accelerator) for term in terms]
         self.sampler = self._build_sampler(strata, cycle)
         self.samples = rollout.prompts_per_iteration * rollout.group_size
