@@ -102,8 +102,8 @@ def read_captioned(
             candidate = {"image": row.image, "preference": 1.0, "where": f"'{source}'"}
             record: dict[str, Any] = {"prompt": row.prompt, "tag": "", "candidates": [candidate]}
             if sizes:
-                apart = [(math.log(h * width / (w * height)), math.log(h * w / (height * width))) for h, w in sides]
-                record["bucket"] = min(range(len(sides)), key=lambda i: [*map(abs, apart[i])])
+                gaps = [(math.log(h * width / (w * height)), math.log(h * w / (height * width))) for h, w in sides]
+                record["bucket"] = min(range(len(sides)), key=lambda i: [*map(abs, gaps[i])])
             if edits != "none" and (edited := source_of({"metadata": row.metadata})) is not None:
                 record["source"] = edited
             records.append(record)

@@ -157,7 +157,7 @@ def names_differ(left: object, right: object) -> bool:
     """True if two answers name different unknowns, x = 1 and y = 1, or units."""
     texts = [str(text).replace("$", "").strip() for text in (left, right)]
     pairs = map(_ASSIGNED.match, texts), map(_UNIT.search, texts)
-    return any(one and other and one.groups() != other.groups() for one, other in pairs)
+    return any(first and second and first.groups() != second.groups() for first, second in pairs)
 
 
 def _plain_notation(text: str) -> str:
