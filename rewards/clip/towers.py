@@ -253,9 +253,7 @@ class ClipJudge:
     higher_is_better = True
     capabilities = RewardCapabilities(takes_gpu_images=True)
 
-    def __init__(
-        self, model: str | Path = "shapes-clip", *, device: str | torch.device = "cpu", **towers: Any
-    ) -> None:
+    def __init__(self, model: str | Path, *, device: str | torch.device = "cpu", **towers: Any) -> None:
         check_options(self.name, ClipTowers, {"model": model, "device": device, **towers})
         self.towers = ClipTowers(model, device=device, **towers)
 
